@@ -1,0 +1,645 @@
+"""The request handler: puts the parts together, starts and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from a2a.server.agent_execution import SimpleRequestContextBuilder
+from a2a.server.cluster import (
+    TaskEventStream,
+    TaskVersion,
+    VersionedEvent,
+    VersionedTaskStore,
+)
+from a2a.server.owner_resolver import resolve_user_scope
+from a2a.server.request_handlers import (
+    DefaultRequestHandlerV2,
+    validate_request_params,
+)
+from a2a.types.a2a_pb2 import (
+    SendMessageRequest,
+    Task,
+    TaskState,
+)
+from a2a.utils.errors import (
+    InternalError,
+    TaskNotCancelableError,
+    TaskNotFoundError,
+    UnsupportedOperationError,
+)
+from a2a.utils.task import apply_history_length
+
+from a2a_lease.errors import LeaseConfigurationError
+from a2a_lease.recovery.policy import FailAbandoned
+from a2a_lease.recovery.recovery import Recovery
+from a2a_lease.replica.clock import SYSTEM_CLOCK
+from a2a_lease.replica.replica import Replica
+from a2a_lease.settings import LeaseSettings
+from a2a_lease.shutdown import Shutdown
+from a2a_lease.turns.admission import Admission, LeasedContextBuilder
+from a2a_lease.turns.call_context import with_hold
+from a2a_lease.turns.codec import ContextCodec, survives
+from a2a_lease.turns.event_stream import LeasedEventStream
+from a2a_lease.turns.executor import LeasedExecutor
+from a2a_lease.turns.following import ends_stream, follow, until_lost
+from a2a_lease.turns.hold import Loss
+from a2a_lease.turns.marks import is_terminal
+from a2a_lease.turns.push_sender import LeasedPushSender, outcome_event
+from a2a_lease.turns.running import Turns
+from a2a_lease.turns.task_store import LeasedTaskStore
+from a2a_lease.turns.turn import Turn
+
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+    from types import TracebackType
+
+    from a2a.server.agent_execution import AgentExecutor, RequestContextBuilder
+    from a2a.server.context import ServerCallContext
+    from a2a.server.events.event_queue import Event
+    from a2a.server.owner_resolver import OwnerResolver
+    from a2a.server.tasks import (
+        PushNotificationConfigStore,
+        PushNotificationSender,
+    )
+    from a2a.types.a2a_pb2 import (
+        AgentCard,
+        CancelTaskRequest,
+        Message,
+        SubscribeToTaskRequest,
+    )
+
+    from a2a_lease.model import Session, TaskLease
+    from a2a_lease.recovery.policy import RecoveryPolicy
+    from a2a_lease.replica.session import LiveSession
+    from a2a_lease.stores.lease_store import LeaseStore
+
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY = 2.0
+"""Seconds between looks at a task whose events come from elsewhere."""
+
+
+class LeasedRequestHandler(DefaultRequestHandlerV2):
+    """The SDK's request handler, with a lease on each task while it runs.
+
+    Takes all that `DefaultRequestHandler` takes, and runs between
+    `async with handler:`, which `lifespan` does for Starlette and FastAPI:
+
+        app = FastAPI(lifespan=handler.lifespan)
+    """
+
+    def __init__(
+        self,
+        agent_executor: AgentExecutor,
+        task_store: VersionedTaskStore,
+        agent_card: AgentCard,
+        *,
+        event_stream: TaskEventStream,
+        lease_store: LeaseStore,
+        settings: LeaseSettings | None = None,
+        recovery: RecoveryPolicy | None = None,
+        context_codec: ContextCodec | None = None,
+        owner_resolver: OwnerResolver | None = None,
+        service: str | None = None,
+        push_config_store: PushNotificationConfigStore | None = None,
+        push_sender: PushNotificationSender | None = None,
+        request_context_builder: RequestContextBuilder | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        """Puts the parts together; nothing runs yet.
+
+        Args:
+            agent_executor: Your agent.
+            task_store: A `VersionedTaskStore` that all replicas share, such
+                as the SDK's `VersionedDatabaseTaskStore`.
+            agent_card: The card of your agent.
+            event_stream: How replicas hear of each other's events, such as
+                the SDK's `DatabaseTaskEventStream`.
+            lease_store: Where leases live, such as `DatabaseLeaseStore`.
+            settings: Times and limits.
+            recovery: What becomes of abandoned tasks; `FailAbandoned()` by
+                default.
+            context_codec: How a task's owner is kept; needed only if your
+                `owner_resolver` reads more than the user.
+            owner_resolver: The one that your task store uses. By default it
+                is asked for it.
+            service: What the replicas have in common and other agents on the
+                same database have not; the agent card's name by default.
+            push_config_store: As for the SDK's handler.
+            push_sender: As for the SDK's handler.
+            request_context_builder: As for the SDK's handler.
+            **options: Whatever else the SDK's handler takes.
+
+        Raises:
+            LeaseConfigurationError: The parts cannot work together; the
+                message says why, and what to pass instead.
+        """
+        if not isinstance(task_store, VersionedTaskStore):
+            raise LeaseConfigurationError(
+                f'task_store must be a VersionedTaskStore, not '
+                f'{type(task_store).__name__}: without versions nothing keeps '
+                f'a replica that was taken for dead from writing. Use '
+                f'VersionedDatabaseTaskStore of a2a.server.cluster.'
+            )
+        if not isinstance(event_stream, TaskEventStream):
+            raise LeaseConfigurationError(
+                'event_stream must be given, since replicas hear of the end '
+                "of each other's tasks through it. Use "
+                'DatabaseTaskEventStream of a2a.server.cluster.'
+            )
+        self.service = service or agent_card.name
+        if not self.service:
+            raise LeaseConfigurationError(
+                'The agent card has no name; pass service=, which tells the '
+                'leases of this agent from those of others.'
+            )
+        self.settings = settings or LeaseSettings()
+        self.lease_store = lease_store
+        self._clock = SYSTEM_CLOCK
+        self._stored_tasks = task_store
+        self._policy = recovery or FailAbandoned()
+        self._codec = context_codec or ContextCodec()
+        self._owner_resolver = owner_resolver or _owner_resolver(task_store)
+        self._push = LeasedPushSender(push_sender)
+        self._push_configs = push_config_store
+        self._turns = Turns(
+            service=self.service,
+            store=lease_store,
+            task_store=task_store,
+            event_stream=event_stream,
+            push=self._push,
+            settings=self.settings,
+            clock=self._clock,
+        )
+        self._replica = Replica(
+            lease_store,
+            self.settings,
+            self.service,
+            listener=self,
+            clock=self._clock,
+        )
+        self._events = LeasedEventStream(event_stream, self._turns)
+        self._tasks = LeasedTaskStore(task_store, self._turns)
+        self._admission = Admission(
+            turns=self._turns,
+            replica=self._replica,
+            task_store=task_store,
+            settings=self.settings,
+            clock=self._clock,
+        )
+        self._recovery: Recovery | None = None
+        self._shutdown = Shutdown(drain=self.drain, admission=self._admission)
+        self._starting: asyncio.Lock | None = None
+        self._streaming = agent_card.capabilities.streaming
+        super().__init__(
+            agent_executor=LeasedExecutor(
+                agent_executor,
+                admission=self._admission,
+                turns=self._turns,
+                settings=self.settings,
+            ),
+            task_store=self._tasks,
+            agent_card=agent_card,
+            push_config_store=push_config_store,
+            push_sender=self._push,
+            request_context_builder=LeasedContextBuilder(
+                request_context_builder or SimpleRequestContextBuilder(),
+                admission=self._admission,
+            ),
+            event_stream=self._events,
+            **options,
+        )
+
+    # Life.
+
+    async def start(self) -> None:
+        """Joins the other replicas: opens a session, beats, and sweeps.
+
+        Returns after the first confirmed beat. Starting twice does nothing.
+
+        Raises:
+            Exception: What the database said, if it cannot be reached.
+        """
+        if self._starting is None:
+            self._starting = asyncio.Lock()
+        async with self._starting:
+            if self._replica.started:
+                return
+            self._admission.refuse_if_closed()
+            await self.lease_store.initialize()
+            recovery = Recovery(
+                turns=self._turns,
+                replica=self._replica,
+                task_store=self._tasks,
+                event_stream=self._events,
+                push=self._push,
+                push_config_store=self._push_configs,
+                codec=self._codec,
+                policy=self._policy,
+                settings=self.settings,
+                clock=self._clock,
+            )
+            self._recovery = recovery
+            await self._replica.start()
+            recovery.start()
+            self._shutdown.listen()
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Ends this replica's turns in order; other replicas take the rest.
+
+        It refuses new messages, lets running turns go on, then hands over
+        what is left: those turns are stopped, nothing of theirs is saved from
+        that moment, and another replica takes over within one sweep. Call it
+        from a preStop hook, or before a gRPC server stops; `lifespan` does it
+        at SIGTERM. Calling it again waits for the first call.
+
+        Args:
+            timeout: Seconds that running turns may go on; the setting
+                `drain_timeout` by default.
+        """
+        await self._shutdown.once(lambda: self._drain(timeout))
+
+    async def _drain(self, timeout: float | None) -> None:
+        self._admission.close()
+        if not self._replica.started:
+            return
+        if timeout is None:
+            timeout = self.settings.drain_timeout
+        if len(self._turns):
+            logger.info(
+                'Draining: %d turns may go on for %g s.',
+                len(self._turns),
+                timeout,
+            )
+        await self._turns.wait_until_empty(timeout=timeout)
+        self._turns.handing_over = True
+        left = list(self._turns)
+        for turn in left:
+            turn.lose(Loss.HANDED_OVER)
+        stop_timeout = self.settings.stop_timeout
+        await self._turns.wait_until_empty(timeout=stop_timeout)
+        if self._recovery is not None:
+            await self._recovery.stop(timeout=stop_timeout)
+        await self._turns.flush(timeout=stop_timeout)
+        stuck = list(self._turns)
+        if not stuck:
+            await self._replica.close(timeout=stop_timeout)
+            return
+        # Their session must live on while they do.
+        await self._replica.hand_over(
+            {
+                turn.lease.task_id: turn.lease.token
+                for turn in left
+                if turn not in stuck and turn.loss is Loss.HANDED_OVER
+            }
+        )
+        for turn in stuck:
+            logger.error(
+                'Task %s is not handed over: its agent ignores its '
+                'cancellation. It is recovered when this process ends.',
+                turn.lease.task_id,
+                extra={'task_id': turn.lease.task_id},
+            )
+
+    async def aclose(self) -> None:
+        """Drains, and closes what the SDK keeps for its tasks."""
+        await self.drain()
+        self._shutdown.unlisten()
+        self._turns.stop_background()
+        await super().aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    @asynccontextmanager
+    async def lifespan(self, app: object) -> AsyncGenerator[None]:
+        """The lifespan of a Starlette or FastAPI application."""
+        del app
+        async with self:
+            yield
+
+    # What the heartbeat tells, on its own thread.
+
+    def session_lost(self, session: LiveSession) -> None:
+        """Stops what ran under a session that is no longer this replica's."""
+        self._turns.session_lost(session)
+
+    def turns_canceled(self, leases: Sequence[TaskLease]) -> None:
+        """Stops turns that were canceled through another replica."""
+        self._turns.canceled(leases)
+
+    def sessions_ended(self, sessions: Sequence[Session]) -> None:
+        """Takes over what other sessions left."""
+        if self._recovery is not None:
+            self._recovery.sessions_ended(sessions)
+
+    # Requests.
+
+    async def on_message_send(
+        self, params: SendMessageRequest, context: ServerCallContext
+    ) -> Message | Task:
+        """Runs a turn and returns what it came to."""
+        turn = await self._admit(context)
+        params = await self._with_context_id(params, context)
+        call = asyncio.ensure_future(
+            super().on_message_send(params, with_hold(context, turn))
+        )
+        lost = asyncio.ensure_future(turn.lost.wait())
+        at_once = params.configuration.return_immediately
+        try:
+            await asyncio.wait(
+                {call, lost}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if turn.refusal is None and turn.loss is None:
+                result = call.result()
+                if at_once or ends_stream(result):
+                    return result
+        finally:
+            lost.cancel()
+            if not call.done():
+                call.cancel()
+                await asyncio.wait({call})
+            if not call.cancelled():
+                call.exception()
+        if turn.refusal is not None:
+            raise turn.refusal
+        if turn.loss is None:
+            # The SDK stopped waiting before the task got its last state, as
+            # on a cancel.
+            await self._wait_gone(turn)
+            return await self._stored(turn, params, context) or result
+        return await self._final(turn, params, context)
+
+    async def on_message_send_stream(
+        self, params: SendMessageRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        """Runs a turn and yields its events, whoever runs it in the end."""
+        turn = await self._admit(context)
+        params = await self._with_context_id(params, context)
+        ended = False
+        async with aclosing(
+            until_lost(
+                super().on_message_send_stream(
+                    params, with_hold(context, turn)
+                ),
+                turn.lost,
+            )
+        ) as events:
+            async for event in events:
+                ended = ends_stream(event)
+                yield event
+        if turn.refusal is not None:
+            raise turn.refusal
+        if ended or turn.loss is Loss.HANDED_OVER:
+            return
+        if turn.loss is None:
+            await self._wait_gone(turn)
+            task = await self._stored(turn, params, context)
+            if task is not None and is_terminal(task):
+                yield outcome_event(task)
+            return
+        async with aclosing(self._follow_turn(turn, context)) as events:
+            async for event in events:
+                yield event
+
+    @validate_request_params
+    async def on_subscribe_to_task(
+        self, params: SubscribeToTaskRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        """Yields the events of a task, whichever replica runs it."""
+        if not self._streaming:
+            raise UnsupportedOperationError(
+                'Streaming is not supported by the agent'
+            )
+        await self.start()
+        task_id = params.id
+        local = self._turns.of(task_id)
+        after: TaskVersion | None = None
+        if local is not None and local.loss is None:
+            lost = self._turns.watch(task_id)
+            ended = False
+            try:
+                async with aclosing(
+                    until_lost(
+                        super().on_subscribe_to_task(params, context), lost
+                    )
+                ) as events:
+                    async for event in events:
+                        ended = ends_stream(event)
+                        yield event
+            finally:
+                self._turns.unwatch(task_id, lost)
+            if ended or not lost.is_set() or local.loss is Loss.HANDED_OVER:
+                return
+            after = local.seen_version
+        stored = await self._tasks.get(task_id, context)
+        if stored is None:
+            raise TaskNotFoundError
+        if after is None:
+            if is_terminal(stored.task):
+                raise UnsupportedOperationError(
+                    message=f'Task {task_id} is in terminal state: '
+                    f'{TaskState.Name(stored.task.status.state)}'
+                )
+            yield stored.task
+            after = stored.version
+        async with aclosing(self._follow(task_id, after, context)) as events:
+            async for event in events:
+                yield event
+
+    async def on_cancel_task(
+        self, params: CancelTaskRequest, context: ServerCallContext
+    ) -> Task | None:
+        """Cancels a task on whichever replica runs it, within bounds."""
+        await self.start()
+        turn = self._turns.of(params.id)
+        if turn is not None and turn.loss is not None:
+            turn = None
+        call = asyncio.ensure_future(
+            super().on_cancel_task(params, with_hold(context, turn))
+        )
+        try:
+            await asyncio.wait({call}, timeout=self.settings.stop_timeout)
+        finally:
+            # It waits for an agent that does not stop.
+            if not call.done():
+                call.cancel()
+                await asyncio.wait({call}, timeout=self.settings.stop_timeout)
+        if call.done() and not call.cancelled():
+            task = call.result()
+        else:
+            task = await self._cancel_without_agent(params.id, context)
+        if task is not None and (
+            task.status.state == TaskState.TASK_STATE_CANCELED
+        ):
+            await self._tell_canceled(task, turn)
+        return task
+
+    async def _cancel_without_agent(
+        self, task_id: str, context: ServerCallContext
+    ) -> Task:
+        stored = await self._tasks.get(task_id, context)
+        if stored is None:
+            raise TaskNotFoundError
+        if stored.task.status.state == TaskState.TASK_STATE_CANCELED:
+            return stored.task
+        if is_terminal(stored.task):
+            raise TaskNotCancelableError
+        canceled = Task()
+        canceled.CopyFrom(stored.task)
+        canceled.status.state = TaskState.TASK_STATE_CANCELED
+        event = outcome_event(canceled)
+        version = await self._tasks.save(
+            canceled,
+            event=event,
+            prev=stored.task,
+            prev_version=stored.version,
+            context=context,
+        )
+        await self._events.publish(
+            task_id, VersionedEvent(event=event, version=version)
+        )
+        return canceled
+
+    async def _tell_canceled(self, task: Task, turn: Turn | None) -> None:
+        """Makes sure that the agent stops and that everybody hears of it.
+
+        Whoever holds the lease pushes, so that a recovery does it if the
+        holder dies.
+        """
+        if turn is not None and not turn.settled_for_good:
+            turn.lose(Loss.CANCELED)
+            return
+        if turn is not None:
+            return
+        if await self.lease_store.request_cancel(self.service, task.id):
+            return
+        if not self._push.has_sent_outcome(task.id):
+            await self._push.send_outcome(task.id, outcome_event(task))
+        await self._turns.forget(task.id)
+
+    async def _admit(self, context: ServerCallContext) -> Turn:
+        """Makes the turn of a request, or refuses it before anything is."""
+        self._admission.refuse_if_closed()
+        await self.start()
+        try:
+            kept, owner = survives(self._codec, context, self._owner_resolver)
+        except ValueError as error:
+            logger.error(
+                'A message was refused, since its task could not be '
+                'recovered: %s',
+                error,
+            )
+            raise InternalError(message=str(error)) from error
+        return Turn(
+            self.lease_store,
+            context=context,
+            owner=owner,
+            kept_context=kept,
+            until=self._clock.monotonic() + self.settings.acquire_timeout,
+            on_loss=self._turns.lost,
+        )
+
+    async def _with_context_id(
+        self, params: SendMessageRequest, context: ServerCallContext
+    ) -> SendMessageRequest:
+        """Completes a message that names its task only.
+
+        The SDK would give it a new context, find that it differs, and save
+        the task as FAILED.
+        """
+        message = params.message
+        if not message.task_id or message.context_id:
+            return params
+        stored = await self._tasks.get(message.task_id, context)
+        if stored is None:
+            return params
+        completed = SendMessageRequest()
+        completed.CopyFrom(params)
+        completed.message.context_id = stored.task.context_id
+        return completed
+
+    async def _wait_gone(self, turn: Turn) -> None:
+        if turn.held:
+            await self._turns.wait_gone(
+                turn.lease.task_id, timeout=self.settings.stop_timeout
+            )
+
+    async def _stored(
+        self,
+        turn: Turn,
+        params: SendMessageRequest,
+        context: ServerCallContext,
+    ) -> Task | None:
+        if not turn.held:
+            return None
+        stored = await self._tasks.get(turn.lease.task_id, context)
+        if stored is None:
+            return None
+        return apply_history_length(stored.task, params.configuration)
+
+    async def _final(
+        self,
+        turn: Turn,
+        params: SendMessageRequest,
+        context: ServerCallContext,
+    ) -> Task:
+        """What a blocking request returns when its turn was lost here."""
+        task_id = turn.lease.task_id
+        stored = await self._tasks.get(task_id, context)
+        if params.configuration.return_immediately and stored is not None:
+            return apply_history_length(stored.task, params.configuration)
+        if stored is None or not ends_stream(stored.task):
+            if turn.loss is Loss.HANDED_OVER:
+                raise InternalError(
+                    message=f'This replica is shutting down while it works '
+                    f'on task {task_id}. Ask for the task again; another '
+                    f'replica takes over.'
+                )
+            async with aclosing(self._follow_turn(turn, context)) as events:
+                async for _ in events:
+                    pass
+        final = await self._stored(turn, params, context)
+        if final is None:
+            raise TaskNotFoundError
+        return final
+
+    def _follow_turn(
+        self, turn: Turn, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        return self._follow(
+            turn.lease.task_id,
+            turn.seen_version or TaskVersion.MISSING,
+            context,
+        )
+
+    def _follow(
+        self, task_id: str, after: TaskVersion, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        return follow(
+            task_id,
+            after=after,
+            task_store=self._tasks,
+            event_stream=self._events,
+            context=context,
+            look_every=_LOOK_EVERY,
+        )
+
+
+def _owner_resolver(task_store: VersionedTaskStore) -> OwnerResolver:
+    underlying = getattr(task_store, 'as_task_store', None)
+    return getattr(underlying, 'owner_resolver', resolve_user_scope)

@@ -1,0 +1,1 @@
+"""What becomes of a task whose replica died."""

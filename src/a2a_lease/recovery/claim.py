@@ -1,0 +1,60 @@
+"""A lease that this replica took over, until its outcome is durable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from a2a_lease.model import LeaseState, SessionState
+from a2a_lease.recovery.outcome import Cause
+from a2a_lease.turns.hold import Hold
+
+
+if TYPE_CHECKING:
+    from a2a_lease.model import ClaimedLease, Session, TaskLease
+    from a2a_lease.replica.session import LiveSession
+    from a2a_lease.stores.lease_store import LeaseStore
+
+
+class Claim(Hold):
+    """The right to decide about an abandoned task."""
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        *,
+        lease: TaskLease,
+        session: LiveSession,
+        cause: Cause,
+        was_idle: bool = False,
+        silence: float = 0.0,
+        from_session: str,
+    ) -> None:
+        super().__init__(store)
+        self.hold(lease, session)
+        self.cause = cause
+        self.was_idle = was_idle
+        """Whether the turn had ended, without settling, in good order."""
+        self.silence = silence
+        """Seconds for which the replica was not heard of."""
+        self.from_session = from_session
+
+    @classmethod
+    def of_ended(
+        cls,
+        store: LeaseStore,
+        claimed: ClaimedLease,
+        *,
+        session: LiveSession,
+        ended: Session | None,
+    ) -> Claim:
+        """Makes the claim on what another session left."""
+        closed = claimed.previous_session_state is SessionState.CLOSED
+        return cls(
+            store,
+            lease=claimed.lease,
+            session=session,
+            cause=Cause.REPLICA_CLOSED if closed else Cause.REPLICA_LOST,
+            was_idle=closed and claimed.previous_state is LeaseState.IDLE,
+            silence=ended.silence if ended is not None and not closed else 0.0,
+            from_session=claimed.previous_session_id,
+        )

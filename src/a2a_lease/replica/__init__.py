@@ -1,0 +1,1 @@
+"""One replica among others: its session, its heartbeat, its judgement."""

@@ -1,0 +1,406 @@
+"""The thread that beats, and looks whether others do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import uuid
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from a2a_lease.replica.session import LiveSession
+from a2a_lease.replica.watcher import Watcher
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from a2a_lease.model import Renewal, Session, TaskLease
+    from a2a_lease.replica.clock import Clock
+    from a2a_lease.settings import LeaseSettings
+    from a2a_lease.stores.lease_store import LeaseStore
+
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar('_T')
+_FIRST_RETRY = 0.02
+_KEEP_SESSIONS = 24 * 3600.0
+"""Seconds for which ended sessions stay on record, for people."""
+
+
+class Listener(Protocol):
+    """Hears from the heartbeat, on its thread; must be quick."""
+
+    def session_lost(self, session: LiveSession) -> None:
+        """This replica was declared dead; its session is over."""
+
+    def turns_canceled(self, leases: Sequence[TaskLease]) -> None:
+        """These tasks were canceled through other replicas."""
+
+    def sessions_ended(self, sessions: Sequence[Session]) -> None:
+        """These sessions left something to take over."""
+
+
+class Beat(Enum):
+    """What became of one beat."""
+
+    RENEWED = auto()
+    LOST = auto()
+    UNKNOWN = auto()
+
+
+class _GivenUpError(Exception):
+    pass
+
+
+class Heartbeat:
+    """Keeps this replica's session, on a thread, loop and connection apart.
+
+    Neither a blocked event loop nor an exhausted pool of the server stops it.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        settings: LeaseSettings,
+        service: str,
+        *,
+        label: str,
+        listener: Listener,
+        clock: Clock,
+        on_session: Callable[[LiveSession], None],
+    ) -> None:
+        """Makes a heartbeat that does not beat yet.
+
+        Args:
+            store: Where sessions live; the thread uses `detached()` ones.
+            settings: Times.
+            service: The agent that is served.
+            label: This process, for people.
+            listener: Hears what is found.
+            clock: The time.
+            on_session: Called with each new session, on the thread.
+        """
+        self._source = store
+        self._store = store
+        self._settings = settings
+        self._service = service
+        self._label = label
+        self._listener = listener
+        self._clock = clock
+        self._on_session = on_session
+        self._watcher = Watcher(settings)
+        self._abandoned: set[asyncio.Task[object]] = set()
+        self._notices = 0
+        self._looked_at = float('-inf')
+        self._pruned_at = float('-inf')
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self.session: LiveSession | None = None
+        self.failures = 0
+        """Beats in a row that did not land."""
+
+    # The thread.
+
+    def run(self, started: Callable[[BaseException | None], None]) -> None:
+        """Beats until `stop`, on the thread that calls it.
+
+        Args:
+            started: Called once, with what stood in the way or None.
+        """
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._live(started))
+        except BaseException:
+            logger.exception('The heartbeat ended.')
+            raise
+
+    def stop(self) -> None:
+        """Closes the session and ends the thread. Any thread may call it."""
+        self._stopping = True
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Beats at once. Any thread may call it."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # It has ended.
+                loop.call_soon_threadsafe(self._wake.set)
+
+    async def _live(
+        self, started: Callable[[BaseException | None], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._store = self._source.detached()
+        try:
+            await self._open()
+        except Exception as error:  # noqa: BLE001 - told to whoever starts us
+            await self._close_store(self._store)
+            started(error)
+            return
+        started(None)
+        retry = _FIRST_RETRY
+        while not self._stopping:
+            began = self._clock.monotonic()
+            pause = self._settings.heartbeat_interval
+            try:
+                beat = await self.run_once()
+            except Exception:
+                logger.exception('A round of the heartbeat failed.')
+                beat = Beat.UNKNOWN
+            if beat is Beat.UNKNOWN:
+                pause = retry
+                retry = min(self._settings.heartbeat_interval, retry * 2)
+            else:
+                retry = _FIRST_RETRY
+                pause -= self._clock.monotonic() - began
+            self._wake.clear()
+            if pause > 0 and not self._stopping:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._wake.wait()
+        await self._end()
+
+    async def run_once(self) -> Beat:
+        """One round: the own beat, and if it landed, a look at the others."""
+        beat = await self._beat()
+        if beat is Beat.RENEWED:
+            now = self._clock.monotonic()
+            # A beat comes a little early or late; looks follow the beats.
+            due = self._looked_at + 0.9 * self._settings.sweep_interval
+            if now >= due:
+                self._looked_at = now
+                await self._look(now)
+        return beat
+
+    # The own session.
+
+    async def _open(self) -> None:
+        session = LiveSession(
+            uuid.uuid4().hex, trust=self._settings.trust, clock=self._clock
+        )
+        await self._bounded(
+            self._store.open_session(
+                session_id=session.id,
+                service=self._service,
+                ttl=self._settings.ttl,
+                label=self._label,
+            )
+        )
+        self._notices = 0
+        sent_at = self._clock.monotonic()
+        renewal = await self._bounded(self._store.renew(session.id))
+        if renewal is None:
+            raise RuntimeError(
+                f'Session {session.id} is gone as soon as it was opened.'
+            )
+        session.confirm(sent_at=sent_at)
+        self.session = session
+        self._on_session(session)
+
+    async def _beat(self) -> Beat:
+        session = self.session
+        try:
+            if session is None or session.ended:
+                await self._open()
+                return Beat.RENEWED
+            sent_at = self._clock.monotonic()
+            renewal = await self._bounded(self._store.renew(session.id))
+        except Exception as error:  # noqa: BLE001 - the outcome is unknown
+            self.failures += 1
+            level = logging.DEBUG if self.failures == 1 else logging.WARNING
+            logger.log(
+                level,
+                'Beat %d in a row did not land; it is tried again, and saves '
+                'wait meanwhile: %s',
+                self.failures,
+                error or type(error).__name__,
+                extra={
+                    'session_id': session.id if session else None,
+                    'failures': self.failures,
+                },
+            )
+            return Beat.UNKNOWN
+        if renewal is None:
+            await self._lose(session)
+            return Beat.LOST
+        if self.failures > 1:
+            logger.info('Beats land again, after %d failures.', self.failures)
+        self.failures = 0
+        session.confirm(sent_at=sent_at)
+        await self._take_notices(session, renewal)
+        return Beat.RENEWED
+
+    async def _take_notices(
+        self, session: LiveSession, renewal: Renewal
+    ) -> None:
+        if renewal.notices == self._notices:
+            return
+        try:
+            leases = await self._bounded(
+                self._store.cancel_requests(self._service, session.id)
+            )
+        except Exception:
+            logger.debug('Reading cancels is tried again.', exc_info=True)
+            return
+        self._notices = renewal.notices
+        self._tell(lambda: self._listener.turns_canceled(leases))
+
+    async def _lose(self, session: LiveSession) -> None:
+        session.ended = True
+        logger.warning(
+            'Session %s of this replica was declared dead by others after '
+            '%.1f s of silence, or its row was deleted. Its turns are '
+            'stopped and recovered elsewhere; this replica goes on under a '
+            'new session. Look for a pause of this process or a C call that '
+            'holds the interpreter lock.',
+            session.id,
+            session.silence,
+            extra={'session_id': session.id, 'silence': session.silence},
+        )
+        self._tell(lambda: self._listener.session_lost(session))
+        self._watcher = Watcher(self._settings)
+        try:
+            await self._open()
+        except Exception:
+            logger.debug('Opening a session is tried again.', exc_info=True)
+
+    async def _end(self) -> None:
+        session = self.session
+        if session is not None:
+            session.ended = True
+            try:
+                await self._bounded(self._store.close_session(session.id))
+            except Exception as error:  # noqa: BLE001 - others wait for the TTL
+                logger.warning(
+                    'Session %s could not be closed; others take over after '
+                    'its time to live of %g s: %s',
+                    session.id,
+                    self._settings.ttl,
+                    error or type(error).__name__,
+                    extra={'session_id': session.id},
+                )
+        await self._close_store(self._store)
+
+    # The others.
+
+    async def _look(self, now: float) -> None:
+        session = self.session
+        if session is None:
+            return
+        everyone = self._watcher.wants_everyone(now)
+        try:
+            look = await self._bounded(
+                self._store.look(
+                    self._service,
+                    session.id,
+                    everyone=everyone,
+                    also=self._watcher.suspects(now),
+                )
+            )
+            verdicts = self._watcher.observe(look, now=now, everyone=everyone)
+            ended = look.ended
+            for verdict in verdicts:
+                if await self._bounded(
+                    self._store.fence(
+                        verdict.session.id, beat=verdict.session.beat
+                    )
+                ):
+                    self._report(verdict.session, verdict.silence)
+            if verdicts:
+                look = await self._bounded(
+                    self._store.look(self._service, session.id, everyone=False)
+                )
+                ended = look.ended
+            if everyone:
+                await self._bounded(
+                    self._store.prune_sessions(
+                        self._service, older_than=_KEEP_SESSIONS
+                    )
+                )
+        except Exception as error:
+            logger.debug('A look failed: %r', error, exc_info=True)
+            return
+        if ended:
+            self._tell(lambda: self._listener.sessions_ended(ended))
+
+    def _report(self, session: Session, silence: float) -> None:
+        logger.warning(
+            'Session %s (%s) was silent for %.1f s and is declared dead; its '
+            'tasks are recovered.',
+            session.id,
+            session.label,
+            silence,
+            extra={
+                'session_id': session.id,
+                'label': session.label,
+                'silence': silence,
+                'ttl': session.ttl,
+            },
+        )
+
+    # What must not hold up the round.
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            logger.exception('A listener of the heartbeat failed.')
+
+    async def _bounded(self, call: Coroutine[None, None, _T]) -> _T:
+        """Awaits a call, but gives up on one without an answer.
+
+        A driver may need seconds to clean up after a cancellation, or for
+        ever on a connection whose packets are dropped. The call and its store
+        are left to themselves.
+        """
+        task = asyncio.ensure_future(call)
+        done, _ = await asyncio.wait(
+            {task}, timeout=self._settings.beat_timeout
+        )
+        if done:
+            return task.result()
+        task.cancel()
+        self._abandon(task)
+        abandoned, self._store = self._store, self._source.detached()
+        self._abandon(asyncio.ensure_future(self._close_store(abandoned)))
+        raise _GivenUpError(
+            f'no answer for {self._settings.beat_timeout:g} s; going on with '
+            f'a new connection'
+        )
+
+    def _abandon(self, task: asyncio.Task[object]) -> None:
+        self._abandoned.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[object]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _close_store(self, store: LeaseStore) -> None:
+        if store is self._source:
+            return
+        try:
+            async with asyncio.timeout(self._settings.beat_timeout):
+                await store.close()
+        except Exception:
+            logger.debug('Closing a connection failed.', exc_info=True)
+
+
+def start_thread(
+    heartbeat: Heartbeat, started: Callable[[BaseException | None], None]
+) -> threading.Thread:
+    """Runs a heartbeat on a thread that ends with the process."""
+    thread = threading.Thread(
+        target=heartbeat.run,
+        args=(started,),
+        name='a2a-lease-heartbeat',
+        daemon=True,
+    )
+    thread.start()
+    return thread

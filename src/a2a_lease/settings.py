@@ -1,0 +1,97 @@
+"""Times and limits, checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from a2a_lease.errors import LeaseConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseSettings:
+    """How fast death is noticed, and how long things may take.
+
+    All times are seconds. A replica that dies is noticed at the latest after
+    `ttl + heartbeat_interval + sweep_interval`.
+
+    Raises:
+        LeaseConfigurationError: A combination that cannot work; it is a
+            `ValueError` too.
+    """
+
+    ttl: float = 20.0
+    """Silence after which a replica is declared dead."""
+    heartbeat_interval: float = 1.0
+    """How often a replica beats."""
+    sweep_interval: float = 1.0
+    """How often a replica looks at the others."""
+    acquire_timeout: float = 30.0
+    """How long a message waits for the running turn of its task."""
+    drain_timeout: float = 20.0
+    """How long running turns may go on after SIGTERM; 0 hands over at once."""
+    stop_timeout: float = 5.0
+    """How long a canceled agent may take to stop before it is given up on."""
+    recovery_limit: int = 16
+    """How many tasks one replica recovers at the same time."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot work."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise LeaseConfigurationError(
+                    f'{field.name} must be a number, not {value!r}.'
+                )
+            if not math.isfinite(value):
+                raise LeaseConfigurationError(
+                    f'{field.name} must be finite, not {value!r}.'
+                )
+        for name in (
+            'ttl',
+            'heartbeat_interval',
+            'sweep_interval',
+            'acquire_timeout',
+            'stop_timeout',
+        ):
+            value = getattr(self, name)
+            if value <= 0:
+                raise LeaseConfigurationError(
+                    f'{name} must be greater than 0 seconds, not {value:g}.'
+                )
+        if self.drain_timeout < 0:
+            raise LeaseConfigurationError(
+                f'drain_timeout must be 0 or more seconds, not '
+                f'{self.drain_timeout:g}.'
+            )
+        if not isinstance(self.recovery_limit, int) or self.recovery_limit < 1:
+            raise LeaseConfigurationError(
+                f'recovery_limit must be a whole number of 1 or more, not '
+                f'{self.recovery_limit!r}.'
+            )
+        # A save trusts a beat for two intervals, and a beat may be lost and
+        # tried again; below four intervals a living replica could be fenced
+        # while it still trusts its last beat.
+        if self.ttl < 4 * self.heartbeat_interval:
+            raise LeaseConfigurationError(
+                f'ttl ({self.ttl:g} s) must be at least 4 heartbeat '
+                f'intervals (4 x {self.heartbeat_interval:g} s = '
+                f'{4 * self.heartbeat_interval:g} s).'
+            )
+        # A gap between two looks adds two sweep intervals of silence at most.
+        if self.ttl < 4 * self.sweep_interval:
+            raise LeaseConfigurationError(
+                f'ttl ({self.ttl:g} s) must be at least 4 sweep intervals '
+                f'(4 x {self.sweep_interval:g} s = '
+                f'{4 * self.sweep_interval:g} s).'
+            )
+
+    @property
+    def beat_timeout(self) -> float:
+        """Seconds after which a beat without an answer is given up."""
+        return self.ttl / 4
+
+    @property
+    def trust(self) -> float:
+        """Seconds for which a confirmed beat lets saves pass unasked."""
+        return 2 * self.heartbeat_interval

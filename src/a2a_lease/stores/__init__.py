@@ -1,0 +1,1 @@
+"""Where sessions and leases live."""

@@ -1,0 +1,895 @@
+"""Leases in the database that the replicas share already."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import (
+    and_,
+    case,
+    delete,
+    exists,
+    insert,
+    literal,
+    null,
+    or_,
+    select,
+    union_all,
+    update,
+)
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from a2a_lease.errors import (
+    LeaseConfigurationError,
+    LeaseConflictError,
+    LeaseError,
+    SessionEndedError,
+)
+from a2a_lease.model import (
+    ClaimedLease,
+    LeaseState,
+    Look,
+    Renewal,
+    Session,
+    SessionState,
+    TaskLease,
+    TaskMark,
+)
+from a2a_lease.stores.dialect import dialect_of, is_contention, is_locked
+from a2a_lease.stores.lease_store import LeaseStore
+from a2a_lease.stores.schema import LONGEST_ID, make_schema
+
+
+if TYPE_CHECKING:
+    from collections.abc import (
+        Awaitable,
+        Callable,
+        Collection,
+        Mapping,
+        Sequence,
+    )
+
+    from sqlalchemy import ColumnElement, Row
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+    from a2a_lease.model import LeaseRequest
+
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar('_T')
+_RING = 3
+_TRIES = 5
+_ACQUIRABLE = (LeaseState.FREE.value, LeaseState.IDLE.value)
+_CLAIMABLE = (
+    LeaseState.RUNNING.value,
+    LeaseState.IDLE.value,
+    LeaseState.RECOVERING.value,
+)
+
+
+class DatabaseLeaseStore(LeaseStore):
+    """Keeps sessions and leases in two tables beside the SDK's.
+
+    Works on PostgreSQL 13, MySQL 8, MariaDB 10.6 and later, and on SQLite
+    files. The `owner` and `call_context` of a lease tell who its task belongs
+    to; guard the tables as you guard the tasks.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        *,
+        create_table: bool = True,
+        table_prefix: str = 'a2a_lease_',
+    ) -> None:
+        """Makes a store over an engine, which stays yours to dispose of.
+
+        Args:
+            engine: An async engine on the database that all replicas share.
+            create_table: Create the tables if they are missing.
+            table_prefix: What the names of the tables begin with.
+
+        Raises:
+            LeaseConfigurationError: The database cannot keep leases; the
+                message says what can.
+        """
+        self._dialect = dialect_of(engine)
+        self._engine = engine
+        self._working = (
+            engine.execution_options(isolation_level=self._dialect.isolation)
+            if self._dialect.isolation is not None
+            else engine
+        )
+        self._create_table = create_table
+        self._prefix = table_prefix
+        self._owns_engine = False
+        self._initialized = False
+        schema = make_schema(table_prefix)
+        self._metadata = schema.metadata
+        self._sessions = schema.sessions
+        self._leases = schema.leases
+
+    async def initialize(self) -> None:
+        """Creates the tables, or makes sure that they are there.
+
+        Raises:
+            LeaseConfigurationError: They are missing, and `create_table` is
+                off.
+        """
+        if self._initialized:
+            return
+        if self._create_table:
+            await self._create()
+        try:
+            async with self._working.connect() as connection:
+                for table in (self._sessions, self._leases):
+                    await connection.execute(select(table).limit(0))
+        except DBAPIError as error:
+            if is_contention(error) or error.connection_invalidated:
+                raise
+            raise LeaseConfigurationError(
+                f'The tables {self._sessions.name} and {self._leases.name} '
+                f'cannot be read: {error.orig}. Create them, or pass '
+                f'create_table=True.'
+            ) from error
+        self._initialized = True
+
+    async def _create(self) -> None:
+        # Replicas that start together create the tables at the same time,
+        # and all but one of them may be refused.
+        for number in range(_TRIES):
+            try:
+                async with self._engine.begin() as connection:
+                    await connection.run_sync(self._metadata.create_all)
+                return
+            except DBAPIError as error:
+                if error.connection_invalidated or number == _TRIES - 1:
+                    raise
+                logger.debug('Creating the tables again.', exc_info=True)
+            await asyncio.sleep(random.uniform(0.02, 0.1))  # noqa: S311
+
+    def detached(self) -> LeaseStore:
+        """Returns a store with an engine of its own, for another thread.
+
+        Cloning the URL would lose connect arguments, a custom creator and
+        listeners; a pool made again keeps them.
+        """
+        engine = create_async_engine(
+            self._engine.url, pool=self._engine.sync_engine.pool.recreate()
+        )
+        store = DatabaseLeaseStore(
+            engine, create_table=False, table_prefix=self._prefix
+        )
+        store._owns_engine = True
+        store._initialized = self._initialized
+        return store
+
+    async def close(self) -> None:
+        """Disposes of the engine that `detached` made."""
+        if self._owns_engine:
+            await self._engine.dispose()
+
+    # Sessions
+
+    async def open_session(
+        self, *, session_id: str, service: str, ttl: float, label: str
+    ) -> None:
+        """Records a new session as open."""
+        now = self._dialect.now
+        values = {
+            'id': _checked(session_id, 'session id'),
+            'service': _checked(service, 'service'),
+            'state': SessionState.OPEN.value,
+            'done': False,
+            'beat': 0,
+            'notices': 0,
+            'ttl': ttl,
+            'label': label.replace('\0', '')[:LONGEST_ID],
+            'started_at': now,
+            'renewed_at': now,
+        }
+        await self.initialize()
+        try:
+            await self._transaction(
+                lambda c: c.execute(insert(self._sessions).values(values))
+            )
+        except IntegrityError:
+            logger.debug('Session %s was opened already.', session_id)
+
+    async def renew(self, session_id: str) -> Renewal | None:
+        """Beats: one update by primary key."""
+        sessions = self._sessions
+        beat = (
+            update(sessions)
+            .where(
+                sessions.c.id == session_id,
+                sessions.c.state == SessionState.OPEN.value,
+            )
+            .values(beat=sessions.c.beat + 1, renewed_at=self._dialect.now)
+        )
+
+        async def renew(connection: AsyncConnection) -> Renewal | None:
+            if self._dialect.returns_updates:
+                row = (
+                    await connection.execute(
+                        beat.returning(sessions.c.beat, sessions.c.notices)
+                    )
+                ).one_or_none()
+            else:
+                if (await connection.execute(beat)).rowcount == 0:
+                    return None
+                row = (
+                    await connection.execute(
+                        select(sessions.c.beat, sessions.c.notices).where(
+                            sessions.c.id == session_id
+                        )
+                    )
+                ).one_or_none()
+            return Renewal(beat=row[0], notices=row[1]) if row else None
+
+        return await self._transaction(renew)
+
+    async def close_session(self, session_id: str) -> bool:
+        """Ends a session in order."""
+        return await self._changes(
+            self._ending(session_id, SessionState.CLOSED)
+        )
+
+    def _ending(self, session_id: str, state: SessionState) -> Any:  # noqa: ANN401
+        sessions = self._sessions
+        return (
+            update(sessions)
+            .where(
+                sessions.c.id == session_id,
+                sessions.c.state == SessionState.OPEN.value,
+            )
+            .values(state=state.value, ended_at=self._dialect.now)
+        )
+
+    async def fence(self, session_id: str, *, beat: int) -> bool:
+        """Declares a session dead if its counter still stands at `beat`.
+
+        If it waited behind a lock that stops everybody's beats, it would run
+        ahead of the beat that waits there too.
+        """
+        fencing = self._ending(session_id, SessionState.FENCED).where(
+            self._sessions.c.beat == beat
+        )
+
+        async def fence(connection: AsyncConnection) -> bool:
+            async with self._dialect.not_queueing(connection):
+                if self._dialect.name == 'mysql':
+                    # Its timeouts are whole seconds; this one waits not at all.
+                    await connection.execute(
+                        select(self._sessions.c.id)
+                        .where(self._sessions.c.id == session_id)
+                        .with_for_update(nowait=True)
+                    )
+                return (await connection.execute(fencing)).rowcount == 1
+
+        try:
+            return await self._transaction(fence, tries=1)
+        except DBAPIError as error:
+            if is_locked(error):
+                return False
+            raise
+
+    async def look(
+        self,
+        service: str,
+        session_id: str,
+        *,
+        everyone: bool,
+        also: Collection[str] = (),
+    ) -> Look:
+        """Reads what the heartbeat needs, in one query."""
+        sessions = self._sessions
+        waiting = and_(
+            sessions.c.service == service, sessions.c.done.is_(False)
+        )
+        is_open = sessions.c.state == SessionState.OPEN.value
+        ended = select(sessions).where(
+            waiting,
+            sessions.c.state.in_(
+                [SessionState.CLOSED.value, SessionState.FENCED.value]
+            ),
+        )
+        if everyone:
+            others = [
+                select(sessions).where(
+                    waiting, is_open, sessions.c.id != session_id
+                )
+            ]
+        else:
+            others = [
+                _first(
+                    select(sessions).where(waiting, is_open, side),
+                    sessions.c.id,
+                )
+                for side in (
+                    sessions.c.id > session_id,
+                    sessions.c.id < session_id,
+                )
+            ]
+            if also:
+                others.append(
+                    select(sessions).where(
+                        waiting, is_open, sessions.c.id.in_(list(also))
+                    )
+                )
+        query = union_all(ended, *others)
+        rows = await self._read(query)
+        found = {row.id: _session(row) for row in rows}
+        opened = sorted(
+            (s for s in found.values() if s.state is SessionState.OPEN),
+            key=lambda session: (session.id < session_id, session.id),
+        )
+        if not everyone:
+            near = {s.id for s in opened if s.id not in also}
+            ring = [s.id for s in opened if s.id in near or s.id in also]
+            keep = set(ring[:_RING]) | set(also)
+            opened = [s for s in opened if s.id in keep]
+        return Look(
+            open=tuple(opened),
+            ended=tuple(
+                s for s in found.values() if s.state is not SessionState.OPEN
+            ),
+        )
+
+    async def forget_session(self, session_id: str) -> bool:
+        """Marks an ended session as done if it holds no lease any more."""
+        holds = exists().where(self._leases.c.session_id == session_id)
+        if await self._changes(
+            update(self._sessions)
+            .where(
+                self._sessions.c.id == session_id,
+                self._sessions.c.state != SessionState.OPEN.value,
+                ~holds,
+            )
+            .values(done=True)
+        ):
+            return True
+        rows = await self._read(
+            select(self._leases.c.task_id)
+            .where(self._leases.c.session_id == session_id)
+            .limit(1)
+        )
+        return not rows
+
+    async def prune_sessions(self, service: str, *, older_than: float) -> int:
+        """Deletes sessions that are done and ended long ago."""
+        sessions = self._sessions
+        pruning = delete(sessions).where(
+            sessions.c.service == service,
+            sessions.c.done.is_(True),
+            sessions.c.ended_at <= self._dialect.now - older_than,
+        )
+
+        async def prune(connection: AsyncConnection) -> int:
+            return (await connection.execute(pruning)).rowcount
+
+        return await self._transaction(prune)
+
+    # Leases
+
+    def _of(self, service: str, task_id: str) -> ColumnElement[bool]:
+        return and_(
+            self._leases.c.service == service,
+            self._leases.c.task_id == task_id,
+        )
+
+    def _with(
+        self, service: str, task_id: str, token: int
+    ) -> ColumnElement[bool]:
+        return and_(self._of(service, task_id), self._leases.c.token == token)
+
+    async def get(self, service: str, task_id: str) -> TaskLease | None:
+        """Returns the lease on a task."""
+        rows = await self._read(
+            select(self._leases).where(self._of(service, task_id))
+        )
+        return _lease(rows[0]) if rows else None
+
+    async def holder(
+        self, service: str, task_id: str
+    ) -> tuple[TaskLease | None, bool]:
+        """Returns the lease on a task and whether it may be acquired."""
+        rows = await self._read(
+            select(self._leases, self._sessions.c.state.label('session_state'))
+            .outerjoin(
+                self._sessions,
+                self._sessions.c.id == self._leases.c.session_id,
+            )
+            .where(self._of(service, task_id))
+        )
+        if not rows:
+            return None, True
+        row = rows[0]
+        return _lease(row), (
+            row.state in _ACQUIRABLE
+            or row.session_state != SessionState.OPEN.value
+        )
+
+    async def acquire(self, request: LeaseRequest) -> TaskLease:
+        """Takes the lease on a task, in one statement."""
+        for value, what in (
+            (request.service, 'service'),
+            (request.task_id, 'task id'),
+            (request.context_id, 'context id'),
+        ):
+            _checked(value, what)
+        _checked(request.owner, 'owner', longest=None)
+        lease = TaskLease(
+            service=request.service,
+            task_id=request.task_id,
+            context_id=request.context_id,
+            owner=request.owner,
+            session_id=request.session_id,
+            acquire_id=request.acquire_id,
+            token=(request.expected_token or 0) + 1,
+            attempt=1,
+            state=LeaseState.RUNNING,
+            before=request.before,
+            task_stored=request.before is not None,
+            cancel_requested=False,
+            call_context=request.call_context,
+            acquired_at=datetime.now(UTC),
+        )
+        try:
+            taken = await self._changes(self._taking(lease, request))
+        except IntegrityError:
+            taken = False
+        if taken:
+            return lease
+        rows = await self._read(
+            select(self._leases).where(
+                self._of(request.service, request.task_id),
+                self._leases.c.acquire_id == request.acquire_id,
+                self._leases.c.session_id == request.session_id,
+            )
+        )
+        if rows:
+            return _lease(rows[0])
+        if not await self._is_open(request.session_id):
+            raise SessionEndedError(request.session_id)
+        raise LeaseConflictError(request.task_id)
+
+    def _taking(self, lease: TaskLease, request: LeaseRequest) -> Any:  # noqa: ANN401
+        leases, sessions = self._leases, self._sessions
+        values = _row(lease)
+        asker_lives = exists().where(
+            sessions.c.id == request.session_id,
+            sessions.c.state == SessionState.OPEN.value,
+        )
+        if request.expected_token is None:
+            names = list(values)
+            return insert(leases).from_select(
+                names,
+                select(
+                    *(literal(values[n], leases.c[n].type) for n in names)
+                ).where(asker_lives),
+            )
+        holders = sessions.alias()
+        holder_lives = (
+            exists()
+            .where(
+                holders.c.id == leases.c.session_id,
+                holders.c.state == SessionState.OPEN.value,
+            )
+            .correlate(leases)
+        )
+        return (
+            update(leases)
+            .where(
+                self._with(
+                    request.service, request.task_id, request.expected_token
+                ),
+                or_(leases.c.state.in_(_ACQUIRABLE), ~holder_lives),
+                asker_lives,
+            )
+            .values(
+                {
+                    name: value
+                    for name, value in values.items()
+                    if name not in ('service', 'task_id')
+                }
+            )
+        )
+
+    async def _is_open(self, session_id: str) -> bool:
+        return bool(
+            await self._read(
+                select(self._sessions.c.id).where(
+                    self._sessions.c.id == session_id,
+                    self._sessions.c.state == SessionState.OPEN.value,
+                )
+            )
+        )
+
+    async def move(
+        self, service: str, task_id: str, *, token: int, state: LeaseState
+    ) -> bool:
+        """Changes the state of a lease."""
+        values: dict[str, Any] = {'state': state.value}
+        if state is LeaseState.FREE:
+            values['session_id'] = null()
+        return await self._changes(
+            update(self._leases)
+            .where(self._with(service, task_id, token))
+            .values(values)
+        )
+
+    async def release(self, service: str, task_id: str, *, token: int) -> bool:
+        """Deletes a lease."""
+        return await self._changes(
+            delete(self._leases).where(self._with(service, task_id, token))
+        )
+
+    async def note_stored(
+        self, service: str, tokens: Mapping[str, int]
+    ) -> None:
+        """Notes of many leases at once that their tasks were stored."""
+        await self._update_each(service, tokens, {'task_stored': True})
+
+    async def _update_each(
+        self, service: str, tokens: Mapping[str, int], values: dict[str, Any]
+    ) -> None:
+        async def work(connection: AsyncConnection) -> None:
+            # By primary key, in one order, so that two cannot deadlock.
+            for task_id in sorted(tokens):
+                await connection.execute(
+                    update(self._leases)
+                    .where(self._with(service, task_id, tokens[task_id]))
+                    .values(values)
+                )
+
+        await self._transaction(work)
+
+    async def request_cancel(self, service: str, task_id: str) -> bool:
+        """Tells the holder of a lease that its task was canceled."""
+
+        async def work(connection: AsyncConnection) -> bool:
+            asked = await connection.execute(
+                update(self._leases)
+                .where(
+                    self._of(service, task_id),
+                    self._leases.c.session_id.is_not(None),
+                )
+                .values(cancel_requested=True)
+            )
+            if asked.rowcount == 0:
+                return False
+            holder = (
+                select(self._leases.c.session_id)
+                .where(self._of(service, task_id))
+                .scalar_subquery()
+            )
+            await connection.execute(
+                update(self._sessions)
+                .where(self._sessions.c.id == holder)
+                .values(notices=self._sessions.c.notices + 1)
+            )
+            return True
+
+        return await self._transaction(work)
+
+    async def cancel_requests(
+        self, service: str, session_id: str
+    ) -> Sequence[TaskLease]:
+        """Returns the leases of a session whose tasks were canceled."""
+        rows = await self._read(
+            select(self._leases).where(
+                self._leases.c.session_id == session_id,
+                self._leases.c.service == service,
+                self._leases.c.cancel_requested.is_(True),
+            )
+        )
+        return [_lease(row) for row in rows]
+
+    async def claim(
+        self,
+        service: str,
+        *,
+        session_id: str,
+        limit: int,
+        ended: Collection[str] | None,
+    ) -> Sequence[ClaimedLease]:
+        """Takes over leases of sessions that have ended."""
+        if not await self._is_open(session_id):
+            raise SessionEndedError(session_id)
+        sessions = await self._ended_sessions(service, ended)
+        if not sessions:
+            return []
+        leases = self._leases
+        held = and_(
+            leases.c.service == service,
+            leases.c.session_id.in_(list(sessions)),
+        )
+        crashed_in = [
+            each
+            for each, state in sessions.items()
+            if state is not SessionState.CLOSED
+        ]
+
+        async def work(connection: AsyncConnection) -> Sequence[ClaimedLease]:
+            await self._dialect.begin_writing(connection)
+            await connection.execute(
+                update(leases)
+                .where(held, leases.c.state == LeaseState.PARKED.value)
+                .values(state=LeaseState.FREE.value, session_id=null())
+            )
+            claimable = (
+                select(leases)
+                .where(held, leases.c.state.in_(_CLAIMABLE))
+                .order_by(leases.c.task_id)
+                .limit(limit)
+            )
+            if self._dialect.skips_locked:
+                claimable = claimable.with_for_update(skip_locked=True)
+            before = [
+                _lease(row) for row in await connection.execute(claimable)
+            ]
+            if not before:
+                return []
+            crashed = and_(
+                leases.c.state == LeaseState.RUNNING.value,
+                leases.c.session_id.in_(crashed_in),
+            )
+            await connection.execute(
+                update(leases)
+                .where(held, leases.c.task_id.in_([b.task_id for b in before]))
+                # Not in alphabetical order: MySQL computes each assignment
+                # with what the ones before it have assigned.
+                .ordered_values(
+                    (
+                        leases.c.attempt,
+                        leases.c.attempt + case((crashed, 1), else_=0),
+                    ),
+                    (leases.c.token, leases.c.token + 1),
+                    (leases.c.state, LeaseState.RECOVERING.value),
+                    (leases.c.session_id, session_id),
+                )
+            )
+            return [
+                _claimed(lease, sessions, claimer=session_id)
+                for lease in before
+            ]
+
+        return await self._transaction(work)
+
+    async def _ended_sessions(
+        self, service: str, ended: Collection[str] | None
+    ) -> dict[str, SessionState | None]:
+        """Returns which of the sessions have ended, and how."""
+        leases, sessions = self._leases, self._sessions
+        if ended is not None:
+            rows = await self._read(
+                select(sessions.c.id, sessions.c.state).where(
+                    sessions.c.id.in_(list(ended)),
+                    sessions.c.state != SessionState.OPEN.value,
+                )
+            )
+        else:
+            rows = await self._read(
+                select(leases.c.session_id, sessions.c.state)
+                .distinct()
+                .outerjoin(sessions, sessions.c.id == leases.c.session_id)
+                .where(
+                    leases.c.service == service,
+                    leases.c.session_id.is_not(None),
+                    or_(
+                        sessions.c.id.is_(None),
+                        sessions.c.state != SessionState.OPEN.value,
+                    ),
+                )
+            )
+        return {
+            session_id: SessionState(state) if state is not None else None
+            for session_id, state in rows
+        }
+
+    async def reclaim(
+        self, service: str, task_id: str, *, token: int, session_id: str
+    ) -> TaskLease | None:
+        """Takes over a lease of one's own, whose turn died here."""
+        if not await self._changes(
+            update(self._leases)
+            .where(
+                self._with(service, task_id, token),
+                self._leases.c.session_id == session_id,
+            )
+            .values(
+                token=token + 1,
+                attempt=self._leases.c.attempt + 1,
+                state=LeaseState.RECOVERING.value,
+            )
+        ):
+            # Its answer may have been lost the first time.
+            lease = await self.get(service, task_id)
+            mine = (
+                lease is not None
+                and lease.token == token + 1
+                and lease.session_id == session_id
+                and lease.state is LeaseState.RECOVERING
+            )
+            return lease if mine else None
+        return await self.get(service, task_id)
+
+    async def hand_over(
+        self, service: str, tokens: Mapping[str, int], *, session_id: str
+    ) -> None:
+        """Leaves leases to others while their session lives on."""
+        await self.open_session(
+            session_id=session_id, service=service, ttl=0.0, label='hand-over'
+        )
+        await self._update_each(service, tokens, {'session_id': session_id})
+        await self.close_session(session_id)
+
+    # For people
+
+    async def sessions(self, service: str | None = None) -> Sequence[Session]:
+        """Returns all sessions on record, by start."""
+        query = select(self._sessions).order_by(
+            self._sessions.c.started_at, self._sessions.c.id
+        )
+        if service is not None:
+            query = query.where(self._sessions.c.service == service)
+        return [_session(row) for row in await self._read(query)]
+
+    async def leases(
+        self, service: str | None = None, *, limit: int = 1000
+    ) -> Sequence[TaskLease]:
+        """Returns leases, by task id, free ones included."""
+        query = select(self._leases).order_by(self._leases.c.task_id)
+        if service is not None:
+            query = query.where(self._leases.c.service == service)
+        return [_lease(row) for row in await self._read(query.limit(limit))]
+
+    # Transactions
+
+    async def _read(self, query: Any) -> Sequence[Row[Any]]:  # noqa: ANN401
+        async def read(connection: AsyncConnection) -> Sequence[Row[Any]]:
+            return (await connection.execute(query)).all()
+
+        return await self._transaction(read)
+
+    async def _changes(self, statement: Any) -> bool:  # noqa: ANN401
+        async def change(connection: AsyncConnection) -> bool:
+            return (await connection.execute(statement)).rowcount > 0
+
+        return await self._transaction(change)
+
+    async def _transaction(
+        self,
+        work: Callable[[AsyncConnection], Awaitable[_T]],
+        *,
+        tries: int = _TRIES,
+    ) -> _T:
+        """Runs one short transaction, again after a deadlock or the like.
+
+        It is an explicit one, so that a client that gave up while a statement
+        waited never commits what it did.
+        """
+        await self.initialize()
+        number = 0
+        while True:
+            number += 1
+            try:
+                async with self._working.begin() as connection:
+                    return await work(connection)
+            except DBAPIError as error:
+                if not is_contention(error) or number >= tries:
+                    raise
+            await asyncio.sleep(random.uniform(0.01, 0.05) * number)  # noqa: S311
+
+
+def _first(query: Any, key: Any) -> Any:  # noqa: ANN401
+    # In a subquery, since SQLite sorts and limits a union as a whole only.
+    return select(query.order_by(key).limit(_RING).subquery())
+
+
+def _checked(text: str, what: str, *, longest: int | None = LONGEST_ID) -> str:
+    if longest is not None and len(text) > longest:
+        raise LeaseError(
+            f'The {what} has {len(text)} characters; at most {longest} can '
+            f'be stored: {text[:40]!r}...'
+        )
+    if '\0' in text:
+        raise LeaseError(f'The {what} contains a NUL character: {text!r}')
+    return text
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _session(row: Any) -> Session:  # noqa: ANN401
+    return Session(
+        id=row.id,
+        service=row.service,
+        state=SessionState(row.state),
+        beat=row.beat,
+        ttl=row.ttl,
+        label=row.label,
+        started_at=_time(row.started_at),
+        renewed_at=_time(row.renewed_at),
+        expires_at=_time(row.renewed_at + row.ttl),
+        ended_at=_time(row.ended_at) if row.ended_at is not None else None,
+    )
+
+
+def _row(lease: TaskLease) -> dict[str, Any]:
+    return {
+        'service': lease.service,
+        'task_id': lease.task_id,
+        'context_id': lease.context_id,
+        'owner': lease.owner,
+        'session_id': lease.session_id,
+        'acquire_id': lease.acquire_id,
+        'token': lease.token,
+        'attempt': lease.attempt,
+        'state': lease.state.value,
+        'before_state': lease.before.state if lease.before else None,
+        'before_timestamp': lease.before.timestamp if lease.before else None,
+        'task_stored': lease.task_stored,
+        'cancel_requested': lease.cancel_requested,
+        'call_context': lease.call_context,
+        'acquired_at': lease.acquired_at.timestamp(),
+    }
+
+
+def _lease(row: Any) -> TaskLease:  # noqa: ANN401
+    return TaskLease(
+        service=row.service,
+        task_id=row.task_id,
+        context_id=row.context_id,
+        owner=row.owner,
+        session_id=row.session_id,
+        acquire_id=row.acquire_id,
+        token=row.token,
+        attempt=row.attempt,
+        state=LeaseState(row.state),
+        before=(
+            TaskMark(
+                state=row.before_state, timestamp=row.before_timestamp or ''
+            )
+            if row.before_state is not None
+            else None
+        ),
+        task_stored=bool(row.task_stored),
+        cancel_requested=bool(row.cancel_requested),
+        call_context=bytes(row.call_context),
+        acquired_at=_time(row.acquired_at),
+    )
+
+
+def _claimed(
+    lease: TaskLease,
+    sessions: Mapping[str, SessionState | None],
+    *,
+    claimer: str,
+) -> ClaimedLease:
+    previous = lease.session_id or ''
+    how = sessions[previous]
+    crashed = (
+        lease.state is LeaseState.RUNNING and how is not SessionState.CLOSED
+    )
+    return ClaimedLease(
+        lease=dataclasses.replace(
+            lease,
+            session_id=claimer,
+            token=lease.token + 1,
+            attempt=lease.attempt + crashed,
+            state=LeaseState.RECOVERING,
+        ),
+        previous_session_id=previous,
+        previous_state=lease.state,
+        previous_session_state=how,
+    )

@@ -1,0 +1,247 @@
+"""One turn at a time: who may begin, who waits, who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from a2a.server.agent_execution import RequestContextBuilder
+from a2a.utils.errors import (
+    InternalError,
+    TaskNotFoundError,
+    UnsupportedOperationError,
+)
+
+from a2a_lease.errors import (
+    LeaseConfigurationError,
+    LeaseConflictError,
+    SessionEndedError,
+)
+from a2a_lease.model import LeaseRequest
+from a2a_lease.turns.call_context import hold_of
+from a2a_lease.turns.marks import is_terminal, mark_of
+from a2a_lease.turns.outage import is_outage, pauses
+from a2a_lease.turns.turn import Turn
+
+
+if TYPE_CHECKING:
+    from a2a.server.agent_execution import RequestContext
+    from a2a.server.cluster import VersionedTaskStore
+    from a2a.server.context import ServerCallContext
+    from a2a.types.a2a_pb2 import SendMessageRequest, Task
+
+    from a2a_lease.model import TaskLease
+    from a2a_lease.replica.clock import Clock
+    from a2a_lease.replica.replica import Replica
+    from a2a_lease.replica.session import LiveSession
+    from a2a_lease.settings import LeaseSettings
+    from a2a_lease.turns.running import Turns
+
+
+logger = logging.getLogger(__name__)
+
+_FIRST_LOOK = 0.02
+_LONGEST_LOOK = 0.5
+
+
+class Admission:
+    """Lets a turn begin when no other turn of its task is under way."""
+
+    def __init__(
+        self,
+        *,
+        turns: Turns,
+        replica: Replica,
+        task_store: VersionedTaskStore,
+        settings: LeaseSettings,
+        clock: Clock,
+    ) -> None:
+        self._turns = turns
+        self._replica = replica
+        self._task_store = task_store
+        self._settings = settings
+        self._clock = clock
+        self.closed = False
+
+    def close(self) -> None:
+        """Admits nothing more."""
+        self.closed = True
+
+    def refuse_if_closed(self) -> None:
+        """Raises the error that sends a client to another replica."""
+        if self.closed:
+            raise InternalError(
+                message='This replica is shutting down. Send the message '
+                'again; another replica will take it.'
+            )
+
+    async def wait(self, task_id: str, *, until: float) -> TaskLease | None:
+        """Waits until the lease on a task may be acquired.
+
+        Args:
+            task_id: The task that a message names.
+            until: When to give up, by the clock.
+
+        Returns:
+            The lease as it was seen, or None if there is none.
+
+        Raises:
+            UnsupportedOperationError: Another turn still runs; the message
+                says so.
+        """
+        for pause in pauses(first=_FIRST_LOOK, longest=_LONGEST_LOOK):
+            self.refuse_if_closed()
+            left = until - self._clock.monotonic()
+            if await self._turns.wait_gone(task_id, timeout=max(0.0, left)):
+                try:
+                    lease, may_be_acquired = await self._turns.store.holder(
+                        self._turns.service, task_id
+                    )
+                except Exception as error:
+                    if not is_outage(error) or left <= 0:
+                        raise
+                else:
+                    if may_be_acquired:
+                        return lease
+            left = until - self._clock.monotonic()
+            if left <= 0:
+                break
+            await asyncio.sleep(min(pause, left))
+        raise UnsupportedOperationError(
+            message=f'Task {task_id} is still working on an earlier message. '
+            f'This message waited {self._settings.acquire_timeout:g} seconds '
+            f'and was not delivered. Send it again when the task pauses.'
+        )
+
+    async def acquire(self, turn: Turn, context: RequestContext) -> None:
+        """Takes the lease for a turn that the SDK is about to run.
+
+        Raises:
+            A2AError: It cannot begin; nothing was taken.
+        """
+        task_id = context.task_id or ''
+        until = turn.until
+        acquire_id = uuid.uuid4().hex
+        session = await self._session(until)
+        for pause in pauses():
+            self.refuse_if_closed()
+            try:
+                lease = await self._acquire_once(
+                    self._request(turn, context, session, acquire_id)
+                )
+            except LeaseConflictError:
+                turn.looked_at = await self.wait(task_id, until=until)
+                context.current_task = await self._read_again(turn, task_id)
+            except SessionEndedError:
+                session = await self._session(until)
+                acquire_id = uuid.uuid4().hex
+            except Exception as error:
+                if (
+                    not is_outage(error)
+                    or self._clock.monotonic() + pause > until
+                ):
+                    raise
+                await asyncio.sleep(pause)
+            else:
+                turn.hold(lease, session)
+                return
+
+    async def _acquire_once(self, request: LeaseRequest) -> TaskLease:
+        acquiring = asyncio.ensure_future(self._turns.store.acquire(request))
+        try:
+            return await asyncio.shield(acquiring)
+        except asyncio.CancelledError:
+            # It may be past its commit: what it takes must not be left.
+            self._turns.spawn(self._turns.undo(acquiring, request))
+            raise
+
+    async def _session(self, until: float) -> LiveSession:
+        return await self._replica.open_session(
+            timeout=max(0.0, until - self._clock.monotonic())
+        )
+
+    async def _read_again(self, turn: Turn, task_id: str) -> Task | None:
+        stored = await self._task_store.get(task_id, turn.context)
+        if stored is None:
+            if turn.looked_at is None:
+                return None
+            raise TaskNotFoundError(f'Task {task_id} not found')
+        if is_terminal(stored.task):
+            raise UnsupportedOperationError(
+                message=f'Task {task_id} ended before this message was '
+                f'delivered.'
+            )
+        return stored.task
+
+    def _request(
+        self,
+        turn: Turn,
+        context: RequestContext,
+        session: LiveSession,
+        acquire_id: str,
+    ) -> LeaseRequest:
+        task = context.current_task
+        looked_at = turn.looked_at
+        return LeaseRequest(
+            service=self._turns.service,
+            task_id=context.task_id or '',
+            context_id=context.context_id or '',
+            owner=turn.owner,
+            session_id=session.id,
+            acquire_id=acquire_id,
+            expected_token=looked_at.token if looked_at is not None else None,
+            before=mark_of(task.status) if task is not None else None,
+            call_context=turn.kept_context,
+        )
+
+
+class LeasedContextBuilder(RequestContextBuilder):
+    """Wraps the user's builder: a message for a running task waits here.
+
+    Nothing was created for the request yet, so it can be refused without a
+    trace.
+    """
+
+    def __init__(
+        self,
+        inner: RequestContextBuilder,
+        *,
+        admission: Admission,
+    ) -> None:
+        self._inner = inner
+        self._admission = admission
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Forwards what this SDK version knows and this class does not."""
+        return getattr(self._inner, name)
+
+    async def build(
+        self,
+        context: ServerCallContext,
+        params: SendMessageRequest | None = None,
+        task_id: str | None = None,
+        context_id: str | None = None,
+        task: Task | None = None,
+    ) -> RequestContext:
+        """Builds the request context once its turn may begin."""
+        turn = hold_of(context)
+        if isinstance(turn, Turn) and task_id is not None:
+            turn.looked_at = await self._admission.wait(
+                task_id, until=turn.until
+            )
+        request_context = await self._inner.build(
+            context=context,
+            params=params,
+            task_id=task_id,
+            context_id=context_id,
+            task=task,
+        )
+        if turn is not None and hold_of(request_context.call_context) is None:
+            raise LeaseConfigurationError(
+                'The request_context_builder made a call context of its own. '
+                'It must pass on the one it is given, or a model_copy() of '
+                'it that keeps its state.'
+            )
+        return request_context

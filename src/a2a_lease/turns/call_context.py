@@ -1,0 +1,64 @@
+"""Carrying the holder of a lease from a request to its saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from a2a.server.context import ServerCallContext
+
+    from a2a_lease.turns.hold import Hold
+
+
+class _HoldingState(MutableMapping[str, Any]):
+    """The state of a call context, and the hold beside it.
+
+    All but the hold is read from and written to the original, so that a
+    middleware that kept a reference sees what the agent writes.
+    """
+
+    def __init__(
+        self, original: MutableMapping[str, Any], hold: Hold | None
+    ) -> None:
+        self._original = original
+        self.hold = hold
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401
+        return self._original[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:  # noqa: ANN401
+        self._original[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._original[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._original)
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def __repr__(self) -> str:
+        return repr(self._original)
+
+
+def with_hold(
+    context: ServerCallContext, hold: Hold | None
+) -> ServerCallContext:
+    """Returns the call context with the hold under which its saves go.
+
+    Context variables do not reach the task store, which runs in another
+    asyncio task than the agent; the call context does.
+    """
+    state = context.state
+    if isinstance(state, _HoldingState):
+        state = state._original  # noqa: SLF001
+    return context.model_copy(update={'state': _HoldingState(state, hold)})
+
+
+def hold_of(context: ServerCallContext) -> Hold | None:
+    """Returns the hold that `with_hold` put there."""
+    state = context.state
+    return state.hold if isinstance(state, _HoldingState) else None

@@ -1,0 +1,178 @@
+"""Streams that go on when the turn behind them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from a2a.types.a2a_pb2 import Message, Task, TaskStatusUpdateEvent
+
+from a2a_lease.turns.marks import INTERRUPTED, TERMINAL, is_terminal
+
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from a2a.server.cluster import (
+        TaskEventStream,
+        TaskVersion,
+        VersionedTaskStore,
+    )
+    from a2a.server.context import ServerCallContext
+    from a2a.server.events.event_queue import Event
+
+
+_T = TypeVar('_T')
+_LINGER = 1.0
+"""Seconds that a lost local stream may take to hand out what it still has."""
+
+
+def ends_stream(event: Event) -> bool:
+    """Whether nothing follows this event on a stream of the protocol."""
+    return isinstance(event, Message) or (
+        isinstance(event, Task | TaskStatusUpdateEvent)
+        and event.status.state in TERMINAL | INTERRUPTED
+    )
+
+
+class Pump(Generic[_T]):
+    """Reads a generator in one asyncio task, so that waiting can be bounded.
+
+    A step of a generator that is given up would end the generator; a step of
+    the pump does not.
+    """
+
+    def __init__(self, source: AsyncGenerator[_T, None]) -> None:
+        self._source = source
+        # One place: whoever reads slowly holds up the source, as without us.
+        self._queue: asyncio.Queue[_T] = asyncio.Queue(1)
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with aclosing(self._source) as source:
+            async for item in source:
+                await self._queue.put(item)
+
+    async def next(self, *, until: asyncio.Event | None = None) -> _T:
+        """Returns the next item.
+
+        Args:
+            until: Gives up when this is set.
+
+        Raises:
+            StopAsyncIteration: The source ended.
+            TimeoutError: `until` was set first.
+        """
+        if self._queue.empty():
+            getting = asyncio.ensure_future(self._queue.get())
+            waits: set[asyncio.Future[Any]] = {getting, self._task}
+            stop = (
+                asyncio.ensure_future(until.wait())
+                if until is not None
+                else None
+            )
+            if stop is not None:
+                waits.add(stop)
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if stop is not None:
+                    stop.cancel()
+                if not getting.done():
+                    getting.cancel()
+                    await asyncio.wait({getting})
+            if not getting.cancelled():
+                return getting.result()
+            if not self._task.done():
+                raise TimeoutError
+            if self._queue.empty():
+                if not self._task.cancelled():
+                    self._task.result()
+                raise StopAsyncIteration
+        return self._queue.get_nowait()
+
+    async def aclose(self) -> None:
+        """Ends the source."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.exception()
+
+
+async def until_lost(
+    source: AsyncGenerator[Event, None], lost: asyncio.Event
+) -> AsyncGenerator[Event, None]:
+    """Yields from a local stream, and leaves it soon after the loss."""
+    pump = Pump(source)
+    lingered = asyncio.Event()
+    try:
+        while True:
+            try:
+                event = await pump.next(until=lost)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                break
+            yield event
+        asyncio.get_running_loop().call_later(_LINGER, lingered.set)
+        while True:
+            try:
+                event = await pump.next(until=lingered)
+            except (StopAsyncIteration, TimeoutError):
+                return
+            yield event
+    finally:
+        await pump.aclose()
+
+
+async def follow(
+    task_id: str,
+    *,
+    after: TaskVersion,
+    task_store: VersionedTaskStore,
+    event_stream: TaskEventStream,
+    context: ServerCallContext,
+    look_every: float,
+) -> AsyncGenerator[Event, None]:
+    """Yields what happens to a task elsewhere, until its turn is over.
+
+    Args:
+        task_id: The task.
+        after: The version that the client has seen.
+        task_store: Where the task is.
+        event_stream: Where its events come from.
+        context: The client's call context.
+        look_every: Seconds between looks at the task itself, in case it
+            ended without an event.
+    """
+    seen = after
+    pump = Pump(event_stream.subscribe(task_id, after=after))
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            look = asyncio.Event()
+            timer = loop.call_later(look_every, look.set)
+            try:
+                versioned = await pump.next(until=look)
+            except TimeoutError:
+                stored = await task_store.get(task_id, context)
+                if stored is None:
+                    return
+                if not is_terminal(stored.task):
+                    continue
+                if stored.version.is_after(seen):
+                    yield stored.task
+                return
+            except StopAsyncIteration:
+                return
+            finally:
+                timer.cancel()
+            if not versioned.version.is_after(after):
+                continue
+            seen = versioned.version
+            yield versioned.event
+            if ends_stream(versioned.event):
+                return
+    finally:
+        await pump.aclose()

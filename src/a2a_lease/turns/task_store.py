@@ -1,0 +1,196 @@
+"""The task store as the SDK sees it: no save passes without a lease."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from a2a.server.cluster import (
+    ConcurrentTaskModificationError,
+    VersionedTaskStore,
+)
+from a2a.types.a2a_pb2 import Task, TaskState, TaskStatusUpdateEvent
+
+from a2a_lease.model import LeaseState
+from a2a_lease.turns.call_context import hold_of
+from a2a_lease.turns.hold import Loss
+from a2a_lease.turns.marks import (
+    INTERRUPTED,
+    has_settled,
+    is_terminal,
+    mark_of,
+)
+from a2a_lease.turns.saving import read_through_outages, save_through_outages
+from a2a_lease.turns.turn import Turn
+
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from a2a.server.cluster import StoredTask, TaskVersion
+    from a2a.server.context import ServerCallContext
+    from a2a.server.events.event_queue import Event
+    from a2a.types.a2a_pb2 import ListTasksRequest, ListTasksResponse
+
+    from a2a_lease.turns.hold import Hold
+    from a2a_lease.turns.running import Turns
+
+
+logger = logging.getLogger(__name__)
+
+_TRIES_WITHOUT_LEASE = 4
+"""How often a client's read, or a cancel from elsewhere, meets an outage
+before it is told so; it has nobody to wait for."""
+
+
+class LeasedTaskStore(VersionedTaskStore):
+    """Wraps the user's store; every save of a turn is asked for its lease."""
+
+    def __init__(self, inner: VersionedTaskStore, turns: Turns) -> None:
+        self.inner = inner
+        self._turns = turns
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Forwards what this SDK version knows and this class does not."""
+        return getattr(self.inner, name)
+
+    async def get(
+        self, task_id: str, context: ServerCallContext
+    ) -> StoredTask | None:
+        """Reads a task; a turn's read outlasts outages."""
+        hold = hold_of(context)
+        stored = await read_through_outages(
+            self.inner,
+            task_id,
+            context,
+            permit=_while_held(hold, task_id),
+            tries=_tries(hold),
+        )
+        if stored is not None and hold is not None and hold.held:
+            terminal = is_terminal(stored.task)
+            hold.read(stored.version, terminal=terminal)
+            if (
+                terminal
+                and isinstance(hold, Turn)
+                and not hold.settled_for_good
+            ):
+                # Canceled elsewhere, and noticed before the heartbeat told.
+                hold.lose(Loss.CANCELED)
+        return stored
+
+    async def save(
+        self,
+        task: Task,
+        *,
+        event: Event | None,
+        prev: Task | None,
+        prev_version: TaskVersion,
+        context: ServerCallContext,
+    ) -> TaskVersion:
+        """Saves a task if the lease of its writer allows it.
+
+        Raises:
+            ConcurrentTaskModificationError: The writer lost its lease, the
+                task is over, or somebody else wrote.
+        """
+        hold = hold_of(context)
+
+        # A save to CANCELED is the one that skips the SDK's version check.
+        must_look = task.status.state == TaskState.TASK_STATE_CANCELED
+
+        async def permit() -> None:
+            if hold is not None and hold.held:
+                await hold.permit(prev_version, must_look=must_look)
+
+        async def save() -> TaskVersion:
+            return await save_through_outages(
+                self.inner,
+                task,
+                event=event,
+                prev=prev,
+                prev_version=prev_version,
+                context=context,
+                permit=permit,
+                tries=_tries(hold),
+            )
+
+        if hold is None or not hold.held:
+            return await save()
+
+        if not isinstance(hold, Turn):
+            version = await save()
+            hold.wrote(version, terminal=is_terminal(task))
+            return version
+
+        _tell_apart(task, event, hold)
+        if hold.state is LeaseState.PARKED and not has_settled(
+            task.status, hold.lease.before
+        ):
+            await self._turns.resume(hold)
+        hold.saving = True
+        try:
+            version = await save()
+        except ConcurrentTaskModificationError:
+            raise
+        except Exception:
+            # The SDK stops listening to the agent after this.
+            hold.lose(Loss.DIED)
+            raise
+        finally:
+            hold.saving = False
+        hold.status = type(task.status)()
+        hold.status.CopyFrom(task.status)
+        hold.wrote(version, terminal=is_terminal(task))
+        await self._turns.saved(hold, task, event, version)
+        return version
+
+    async def list(
+        self, params: ListTasksRequest, context: ServerCallContext
+    ) -> ListTasksResponse:
+        """Lists tasks as the wrapped store does."""
+        return await self.inner.list(params, context)
+
+    async def delete(self, task_id: str, context: ServerCallContext) -> None:
+        """Deletes a task, and with it the token that its lease kept."""
+        await self.inner.delete(task_id, context)
+        await self._turns.forget(task_id)
+
+
+def _tell_apart(task: Task, event: Event | None, turn: Turn) -> None:
+    """Stamps a pause that could not be told from the one before it.
+
+    An agent may pause a task many times in the same state, with no timestamp
+    or always the same. Whether this turn paused it is judged from the stored
+    status alone when its replica is gone.
+    """
+    if (
+        not isinstance(event, TaskStatusUpdateEvent | Task)
+        or task.status.state not in INTERRUPTED
+    ):
+        return
+    # The flush of the user's message carries the status from before.
+    if event is task and turn.lease.before is not None:
+        return
+    if (
+        task.status.HasField('timestamp')
+        and mark_of(task.status) != turn.lease.before
+    ):
+        return
+    now = datetime.now(UTC)
+    task.status.timestamp.FromDatetime(now)
+    event.status.timestamp.FromDatetime(now)
+
+
+def _tries(hold: Hold | None) -> int | None:
+    return None if hold is not None and hold.held else _TRIES_WITHOUT_LEASE
+
+
+def _while_held(
+    hold: Hold | None, task_id: str
+) -> Callable[[], Awaitable[None]]:
+    async def permit() -> None:
+        if hold is not None and hold.loss is not None:
+            raise ConcurrentTaskModificationError(task_id)
+
+    return permit

@@ -1,0 +1,213 @@
+"""One run of execute(): from the request to the save that settles it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from a2a.types.a2a_pb2 import Task
+
+from a2a_lease.model import LeaseState
+from a2a_lease.turns.hold import Hold, Loss
+from a2a_lease.turns.marks import (
+    INTERRUPTED,
+    TERMINAL,
+    has_settled,
+    was_interrupted,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from a2a.server.agent_execution import RequestContext
+    from a2a.server.cluster import TaskVersion
+    from a2a.server.context import ServerCallContext
+    from a2a.server.events.event_queue import Event
+    from a2a.types.a2a_pb2 import TaskStatus
+    from a2a.utils.errors import A2AError
+
+    from a2a_lease.model import TaskLease
+    from a2a_lease.replica.session import LiveSession
+    from a2a_lease.stores.lease_store import LeaseStore
+
+
+class Ending(StrEnum):
+    """How execute() ended."""
+
+    RETURNED = 'returned'
+    RAISED = 'raised'
+    CANCELED = 'canceled'
+
+
+class Turn(Hold):
+    """One request, and the run of the agent that answers it.
+
+    It lives on the event loop of the server; only `lose` may be called from
+    another thread.
+    """
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        *,
+        context: ServerCallContext,
+        owner: str,
+        kept_context: bytes,
+        until: float,
+        on_loss: Callable[[Turn], None],
+    ) -> None:
+        super().__init__(store)
+        self.context = context
+        """The call context of the request, without the turn in it."""
+        self.owner = owner
+        self.kept_context = kept_context
+        """The call context as the lease keeps it."""
+        self.until = until
+        """How long the request may wait to begin, by the clock."""
+        self.request_context: RequestContext | None = None
+        self.looked_at: TaskLease | None = None
+        """The lease as admission saw it, which the acquire must find."""
+        self.refusal: A2AError | None = None
+        """What the client is told if the turn never began."""
+        self.state = LeaseState.RUNNING
+        self.lost = asyncio.Event()
+        """Set when the lease is lost, or the turn is refused."""
+        self.cancel_called = False
+        self.agent: asyncio.Task[None] | None = None
+        self.ending: Ending | None = None
+        self.ended = asyncio.Event()
+        """execute() is over; the agent does nothing any more."""
+        self.saved = False
+        """Whether a save of this turn is durable."""
+        self.saving = False
+        """Whether a save of this turn is under way."""
+        self.is_deaf: Callable[[], bool] = lambda: False
+        """Whether the SDK has stopped to process what the agent emits."""
+        self.status: TaskStatus | None = None
+        """The status that this turn saved last."""
+        self.seen_version: TaskVersion | None = None
+        """The newest version that this turn read or wrote while it held."""
+        self.ended_at = 0.0
+        self.noted_stored = False
+        self._loop = asyncio.get_running_loop()
+        self._on_loss = on_loss
+        self._pending: deque[Event] = deque()
+        self._drained = asyncio.Event()
+        self._drained.set()
+
+    def hold(self, lease: TaskLease, session: LiveSession) -> None:
+        """Begins: the lease was acquired under this session."""
+        super().hold(lease, session)
+        self.noted_stored = lease.task_stored
+        # Fenced between the acquire and its answer.
+        if session.ended:
+            self.lose(Loss.TAKEN_OVER)
+
+    def lose(self, loss: Loss) -> None:
+        """Refuses all saves from now on and stops the agent.
+
+        Any thread may call it: a blocked event loop must not let saves pass.
+        """
+        if self.loss is not None:
+            return
+        super().lose(loss)
+        with contextlib.suppress(RuntimeError):  # The loop is closed already.
+            self._loop.call_soon_threadsafe(self._announce_loss)
+
+    def refuse(self, error: A2AError) -> None:
+        """Ends a turn that never began."""
+        self.refusal = error
+        self.lost.set()
+
+    def _announce_loss(self) -> None:
+        if not self.lost.is_set():
+            self.lost.set()
+            self._drained.set()
+            self._on_loss(self)
+
+    def read(self, version: TaskVersion, *, terminal: bool) -> None:
+        """Notes what the execution just read from the task store."""
+        super().read(version, terminal=terminal)
+        if self.loss is None:
+            self.seen_version = version
+
+    def wrote(self, version: TaskVersion, *, terminal: bool) -> None:
+        """Notes a save of this turn that is durable."""
+        super().wrote(version, terminal=terminal)
+        self.saved = True
+        self.seen_version = version
+
+    @property
+    def settled(self) -> bool:
+        """Whether an event of this turn settled the task, durably."""
+        return self.status is not None and has_settled(
+            self.status, self.lease.before
+        )
+
+    @property
+    def settled_for_good(self) -> bool:
+        """Whether this turn moved the task into a terminal state."""
+        return self.status is not None and self.status.state in TERMINAL
+
+    @property
+    def changed_nothing(self) -> bool:
+        """Whether the turn left no trace, as when it answers with a Message."""
+        return not self.saved
+
+    @property
+    def reads_paused(self) -> bool:
+        """Whether the stored task waits for its user, settled or not.
+
+        A resumed turn may answer with a Message, or add an artifact, and
+        leave the task as it was.
+        """
+        if self.status is not None:
+            return self.status.state in INTERRUPTED
+        return was_interrupted(self.lease.before)
+
+    # The agent's events, from its queue to the end of their processing.
+
+    def enqueued(self, event: Event) -> None:
+        """Notes an event that the agent put into its queue."""
+        self._pending.append(event)
+        self._drained.clear()
+
+    def is_from_agent(self, event: Event | None) -> bool:
+        """Whether this very event came out of the agent's queue."""
+        return any(event is pending for pending in self._pending)
+
+    def processed(self, event: Event) -> bool:
+        """Notes that the SDK is done with an event: saved, pushed, published.
+
+        Returns:
+            Whether it was the oldest one of this turn.
+        """
+        if not self._pending or self.loss is not None:
+            return False
+        oldest = self._pending[0]
+        # The SDK publishes a copy of a Task event, and any other as it is.
+        if oldest is not event and not (
+            isinstance(oldest, Task) and isinstance(event, Task)
+        ):
+            return False
+        self._pending.popleft()
+        if not self._pending:
+            self._drained.set()
+        return True
+
+    def refused(self) -> None:
+        """Follows a refused save, after which the SDK processes no event."""
+        self._pending.clear()
+        self._drained.set()
+
+    async def drained(self) -> None:
+        """Waits until every event of the agent was processed, or none is."""
+        while not self._drained.is_set() and not self.is_deaf():
+            try:
+                await asyncio.wait_for(self._drained.wait(), 0.05)
+            except TimeoutError:
+                continue

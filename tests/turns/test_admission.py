@@ -1,0 +1,247 @@
+"""One turn at a time; what cannot begin waits, or is refused with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+from a2a.utils.errors import InternalError, UnsupportedOperationError
+
+from a2a_lease import ContextCodec
+from support.inprocess import (
+    COMPLETED,
+    INPUT_REQUIRED,
+    SETTINGS,
+    WORKING,
+    Desk,
+    ScriptedAgent,
+    call,
+    message,
+    until,
+)
+
+
+if TYPE_CHECKING:
+    from support.inprocess import InProcessReplica, Service
+
+
+async def _ask(desk: Desk) -> None:
+    if desk.context.current_task is None:
+        await desk.task()
+    await desk.status(INPUT_REQUIRED)
+
+
+async def _finish(desk: Desk) -> None:
+    await desk.status(COMPLETED)
+
+
+async def _running(replica: InProcessReplica):
+    async def working():
+        for lease in await replica.leases.leases():
+            task = await replica.stored(lease.task_id)
+            if task is not None and task.status.state == WORKING:
+                return task
+        return None
+
+    return await until(working)
+
+
+@pytest.mark.parametrize('where', ['here', 'elsewhere'])
+async def test_a_follow_up_waits_for_the_running_turn(
+    service: Service, where: str
+):
+    go_on = asyncio.Event()
+
+    async def long(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        await go_on.wait()
+        await desk.status(INPUT_REQUIRED)
+
+    one = ScriptedAgent(long, _finish)
+    two = ScriptedAgent(_finish)
+    first = await service.replica(one)
+    second = await service.replica(two)
+    sending = asyncio.ensure_future(
+        first.handler.on_message_send(message(), call())
+    )
+    task = await _running(first)
+    through = first if where == 'here' else second
+    following = asyncio.ensure_future(
+        through.handler.on_message_send(message(task=task), call())
+    )
+    done, _ = await asyncio.wait({following}, timeout=0.3)
+    assert not done
+    assert one.turns + two.turns == 1
+    go_on.set()
+    assert (await sending).status.state == INPUT_REQUIRED
+    assert (await following).status.state == COMPLETED
+    assert not one.overlapped
+
+
+@pytest.mark.parametrize('where', ['here', 'elsewhere'])
+async def test_a_follow_up_that_waited_too_long_is_refused(
+    service: Service, where: str
+):
+    go_on = asyncio.Event()
+
+    async def long(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        await go_on.wait()
+        await desk.status(COMPLETED)
+
+    settings = dataclasses.replace(SETTINGS, acquire_timeout=0.2)
+    first = await service.replica(long, settings=settings)
+    second = await service.replica(long, settings=settings)
+    sending = asyncio.ensure_future(
+        first.handler.on_message_send(message(), call())
+    )
+    task = await _running(first)
+    before = await first.tasks.get(task.id, call())
+    through = first if where == 'here' else second
+    with pytest.raises(UnsupportedOperationError, match=task.id) as refused:
+        await through.handler.on_message_send(message(task=task), call())
+    assert type(refused.value) is UnsupportedOperationError
+    with pytest.raises(UnsupportedOperationError, match='earlier message'):
+        async for _ in through.handler.on_message_send_stream(
+            message(task=task), call()
+        ):
+            pass
+    after = await first.tasks.get(task.id, call())
+    assert after.version == before.version
+    go_on.set()
+    assert (await sending).status.state == COMPLETED
+
+
+async def test_many_follow_ups_at_once_run_one_after_another(
+    service: Service,
+):
+    running = 0
+    overlapped = False
+
+    async def ask(desk: Desk) -> None:
+        nonlocal running, overlapped
+        running += 1
+        overlapped = overlapped or running > 1
+        await _ask(desk)
+        await asyncio.sleep(0)
+        running -= 1
+
+    replicas = [
+        await service.replica(ask, settings=_patient()) for _ in range(3)
+    ]
+    task = await replicas[0].handler.on_message_send(message(), call())
+    answers = await asyncio.gather(
+        *(
+            replicas[n % 3].handler.on_message_send(message(task=task), call())
+            for n in range(9)
+        )
+    )
+    assert [a.status.state for a in answers] == [INPUT_REQUIRED] * 9
+    assert not overlapped
+
+    async def all_ran():
+        lease = await replicas[0].lease(task.id)
+        return lease.session_id is None and lease.token == 10
+
+    await until(all_ran)
+    stored = await replicas[0].stored(task.id)
+    assert len({m.message_id for m in stored.history}) == 10
+    assert len(stored.history) == 10
+
+
+def _patient():
+    return dataclasses.replace(SETTINGS, acquire_timeout=60)
+
+
+@pytest.mark.parametrize('where', ['here', 'elsewhere'])
+async def test_a_message_that_names_only_its_task_goes_on(
+    service: Service, where: str
+):
+    first = await service.replica(ScriptedAgent(_ask, _ask, _finish))
+    second = await service.replica(ScriptedAgent(_ask, _finish))
+    task = await first.handler.on_message_send(message(), call())
+    through = first if where == 'here' else second
+    answer = await through.handler.on_message_send(
+        message(task=task.id), call()
+    )
+    assert answer.status.state == INPUT_REQUIRED
+    assert answer.context_id == task.context_id
+    answer = await through.handler.on_message_send(
+        message(task=task.id), call()
+    )
+    assert answer.status.state == COMPLETED
+
+
+async def test_a_dead_owner_is_taken_over_by_the_next_message_at_once(
+    service: Service,
+):
+    begun = asyncio.Event()
+
+    async def hang(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        begun.set()
+        await asyncio.Event().wait()
+
+    old = await service.replica(hang)
+    sending = asyncio.ensure_future(
+        old.handler.on_message_send(message(), call())
+    )
+    await begun.wait()
+    task = await _running(old)
+    lease = await old.lease(task.id)
+    # Nobody sweeps here: the message itself must take over.
+    from support.no_sweep import NoSweep
+
+    new = await service.replica(
+        ScriptedAgent(_finish), leases=NoSweep(service.leases)
+    )
+    old.handler._recovery._round.cancel()
+
+    async def fenced():
+        for session in await service.leases.sessions():
+            if session.id == lease.session_id:
+                return await service.leases.fence(session.id, beat=session.beat)
+        return False
+
+    await until(fenced)
+    answer = await new.handler.on_message_send(message(task=task), call())
+    assert answer.status.state == COMPLETED
+    assert (await sending).status.state == COMPLETED
+
+
+async def test_an_owner_that_would_not_survive_is_refused_at_once(
+    service: Service,
+):
+    def by_account(context):
+        return context.state['account']
+
+    agent = ScriptedAgent(_ask)
+    replica = await service.replica(agent, owner_resolver=by_account)
+    with pytest.raises(InternalError, match='context_codec='):
+        await replica.handler.on_message_send(message(), call(account='acme'))
+    assert agent.turns == 0
+    assert not await service.leases.leases()
+
+
+async def test_a_codec_keeps_what_the_owner_needs(service: Service):
+    def by_account(context):
+        return context.state['account']
+
+    class AccountCodec(ContextCodec):
+        def dump_state(self, state):
+            return {'account': state['account']}
+
+    replica = await service.replica(
+        _ask, owner_resolver=by_account, context_codec=AccountCodec()
+    )
+    await replica.handler.on_message_send(
+        message(), call(account='acme', headers={'authorization': 'secret'})
+    )
+    [lease] = await service.leases.leases()
+    assert lease.owner == 'acme'
+    assert b'secret' not in lease.call_context

@@ -1,0 +1,237 @@
+"""Saves and subscriptions outlast an outage, and double nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from a2a.server.cluster import TaskEventStream, VersionedTaskStore
+from a2a.types.a2a_pb2 import (
+    SubscribeToTaskRequest,
+    TaskArtifactUpdateEvent,
+    TaskStatusUpdateEvent,
+)
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+
+from a2a_lease.turns.outage import is_outage
+from support.inprocess import (
+    COMPLETED,
+    FAILED,
+    WORKING,
+    Desk,
+    call,
+    message,
+    until,
+)
+
+
+if TYPE_CHECKING:
+    from support.inprocess import Service
+
+
+class _Lost(Exception):
+    """A driver's error."""
+
+
+def _connection_lost() -> DBAPIError:
+    return InterfaceError('UPDATE', {}, _Lost('connection is closed'))
+
+
+class FlakyTasks(VersionedTaskStore):
+    """Breaks chosen saves, before or after they were committed."""
+
+    def __init__(self, inner: VersionedTaskStore) -> None:
+        self.inner = inner
+        self.breaks: dict[int, str] = {}
+        self.saves = 0
+        self.error = _connection_lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def save(self, task, **rest):
+        self.saves += 1
+        how = self.breaks.pop(self.saves, None)
+        if how == 'before':
+            raise self.error()
+        version = await self.inner.save(task, **rest)
+        if how == 'after':
+            raise self.error()
+        return version
+
+    async def get(self, task_id, context):
+        return await self.inner.get(task_id, context)
+
+    async def list(self, params, context):
+        return await self.inner.list(params, context)
+
+    async def delete(self, task_id, context):
+        await self.inner.delete(task_id, context)
+
+
+async def _work(desk: Desk) -> None:
+    await desk.task()
+    await desk.status(WORKING)
+    await desk.artifact('one')
+    await desk.artifact('two', append=True)
+    await desk.status(COMPLETED)
+
+
+@pytest.mark.parametrize('how', ['before', 'after'])
+@pytest.mark.parametrize('number', [1, 2, 3, 4, 5])
+async def test_a_save_outlasts_a_lost_connection(
+    service: Service, number: int, how: str
+):
+    flaky: list[FlakyTasks] = []
+
+    def wrap(store):
+        flaky.append(FlakyTasks(store))
+        flaky[0].breaks[number] = how
+        return flaky[0]
+
+    replica = await service.replica(_work, wrap_tasks=wrap)
+    task = await replica.handler.on_message_send(message(), call())
+    assert task.status.state == COMPLETED
+    stored = await replica.stored(task.id)
+    [artifact] = stored.artifacts
+    assert [part.text for part in artifact.parts] == ['one', 'two']
+    assert len(stored.history) == 1
+    assert not flaky[0].breaks
+
+
+async def test_an_error_that_stays_ends_the_turn_and_is_recovered(
+    service: Service,
+):
+    def wrap(store):
+        flaky = FlakyTasks(store)
+        flaky.breaks[3] = 'before'
+        flaky.error = lambda: ValueError('cannot be stored')
+        return flaky
+
+    stopped = asyncio.Event()
+
+    async def agent(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        await desk.artifact('one')
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    replica = await service.replica(agent, wrap_tasks=wrap)
+    task = await replica.handler.on_message_send(message(), call())
+    assert task.status.state == FAILED
+    await stopped.wait()
+
+    async def failed():
+        return [i for i, e in replica.pushes.sent if _is_failed(e)]
+
+    [task_id] = await until(failed)
+    assert await replica.state(task_id) == FAILED
+    task = await replica.stored(task_id)
+    assert task.metadata['a2a_lease']['reason'] == 'turn_died'
+
+
+async def test_a_remote_subscription_outlasts_a_lost_connection(
+    service: Service,
+):
+    class FlakyEvents(TaskEventStream):
+        def __init__(self, inner):
+            self.inner = inner
+            self.broken = 0
+
+        async def publish(self, task_id, event):
+            await self.inner.publish(task_id, event)
+
+        async def subscribe(self, task_id, *, after):
+            async for event in self.inner.subscribe(task_id, after=after):
+                yield event
+                self.broken += 1
+                raise _connection_lost()
+
+        async def destroy(self, task_id):
+            await self.inner.destroy(task_id)
+
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def agent(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        begun.set()
+        await go_on.wait()
+        await desk.artifact('one')
+        await desk.artifact('two', append=True)
+        await desk.status(COMPLETED)
+
+    flaky: list[FlakyEvents] = []
+
+    def wrap(stream):
+        flaky.append(FlakyEvents(stream))
+        return flaky[0]
+
+    runs = await service.replica(agent)
+    watches = await service.replica(agent, wrap_events=wrap)
+    sending = asyncio.ensure_future(
+        runs.handler.on_message_send(message(), call())
+    )
+    await begun.wait()
+
+    async def working():
+        [lease] = await service.leases.leases()
+        task = await runs.stored(lease.task_id)
+        return task if task and task.status.state == WORKING else None
+
+    task = await until(working)
+    seen = []
+    async for event in watches.handler.on_subscribe_to_task(
+        SubscribeToTaskRequest(id=task.id), call()
+    ):
+        seen.append(event)
+        go_on.set()
+    await sending
+    texts = [
+        event.artifact.parts[0].text
+        for event in seen
+        if isinstance(event, TaskArtifactUpdateEvent)
+    ]
+    assert texts == ['one', 'two']
+    assert seen[-1].status.state == COMPLETED
+    assert flaky[0].broken >= 3
+
+
+def _is_failed(event) -> bool:
+    return (
+        isinstance(event, TaskStatusUpdateEvent)
+        and event.status.state == FAILED
+    )
+
+
+class _PgError(Exception):
+    def __init__(self, sqlstate: str) -> None:
+        super().__init__('of PostgreSQL')
+        self.sqlstate = sqlstate
+
+
+@pytest.mark.parametrize(
+    ('error', 'passes'),
+    [
+        (_connection_lost(), True),
+        (DBAPIError('', {}, _PgError('57P01')), True),
+        (DBAPIError('', {}, _PgError('08006')), True),
+        (DBAPIError('', {}, _PgError('25006')), True),
+        (DBAPIError('', {}, _PgError('53300')), True),
+        (DBAPIError('', {}, _PgError('42P01')), False),
+        (DBAPIError('', {}, _PgError('22001')), False),
+        (OperationalError('', {}, Exception(2013, 'lost')), True),
+        (OperationalError('', {}, Exception(1045, 'denied')), False),
+        (OperationalError('', {}, Exception('database is locked')), True),
+        (OperationalError('', {}, Exception('no such table: x')), False),
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (ValueError('no'), False),
+    ],
+)
+def test_an_outage_is_told_from_an_error_that_stays(error, passes):
+    assert is_outage(error) is passes
