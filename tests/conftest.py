@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.databases import Database, PrivateMariaDB, Servers, make_database
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+KINDS = [
+    'sqlite',
+    'postgresql',
+    pytest.param(
+        'mariadb',
+        marks=pytest.mark.skipif(
+            not PrivateMariaDB.is_installed(), reason='mariadbd is missing'
+        ),
+    ),
+]
+
+
+@pytest.fixture(scope='session')
+def servers() -> Iterator[Servers]:
+    servers = Servers()
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(params=KINDS)
+def database(
+    request: pytest.FixtureRequest, servers: Servers, tmp_path: Path
+) -> Database:
+    return make_database(request.param, servers, tmp_path)
+
+
+@pytest.fixture
+def postgresql(servers: Servers, tmp_path: Path) -> Database:
+    return make_database('postgresql', servers, tmp_path)
+
+
+@pytest.fixture
+def mariadb(servers: Servers, tmp_path: Path) -> Database:
+    if not PrivateMariaDB.is_installed():
+        pytest.skip('mariadbd is missing')
+    return make_database('mariadb', servers, tmp_path)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter,
+) -> None:
+    if not PrivateMariaDB.is_installed():
+        terminalreporter.write_line(
+            'MARIADB WAS NOT TESTED: mariadbd is missing. Install '
+            'mariadb-server to test it too.',
+            red=True,
+            bold=True,
+        )

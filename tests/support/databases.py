@@ -1,0 +1,151 @@
+"""The databases that tests run on, each private to the run."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import time
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from a2a_lease.demo.postgres import PrivatePostgres
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+
+class PrivateMariaDB:
+    """A MariaDB in a temporary folder, on a socket there."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix='a2a-lease-my-')
+        self._data = Path(self._folder.name) / 'data'
+        self.socket = Path(self._folder.name) / 'socket'
+        self._process: subprocess.Popen[bytes] | None = None
+        self._made = 0
+
+    @staticmethod
+    def is_installed() -> bool:
+        return _find('mariadbd') is not None
+
+    def start(self) -> None:
+        server = _find('mariadbd')
+        assert server is not None
+        if not self._data.exists():
+            subprocess.run(
+                [
+                    'mariadb-install-db',
+                    '--no-defaults',
+                    f'--datadir={self._data}',
+                    '--auth-root-authentication-method=normal',
+                    '--skip-test-db',
+                ],
+                check=True,
+                capture_output=True,
+            )
+            shutil.chown(self._data, 'root')
+        self._process = subprocess.Popen(
+            [
+                server,
+                '--no-defaults',
+                '--user=root',
+                f'--datadir={self._data}',
+                f'--socket={self.socket}',
+                f'--pid-file={self._folder.name}/pid',
+                '--skip-networking',
+                '--skip-log-bin',
+                '--max-connections=400',
+                '--innodb-flush-log-at-trx-commit=0',
+                '--innodb-buffer-pool-size=64M',
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for _ in range(300):
+            try:
+                self._sql('SELECT 1')
+                return
+            except subprocess.CalledProcessError:
+                assert self._process.poll() is None, 'mariadbd ended'
+                time.sleep(0.1)
+        raise TimeoutError('mariadbd does not answer')
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(60)
+            self._process = None
+
+    def _sql(self, sql: str) -> None:
+        subprocess.run(
+            [
+                'mariadb',
+                '--no-defaults',
+                f'--socket={self.socket}',
+                '--user=root',
+                f'--execute={sql}',
+            ],
+            check=True,
+            capture_output=True,
+        )
+
+    def create_database(self) -> str:
+        self._made += 1
+        name = f'lease_{self._made}'
+        self._sql(f'CREATE DATABASE {name} CHARACTER SET utf8mb4')
+        return f'mysql+asyncmy://root@/{name}?unix_socket={self.socket}'
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+
+def _find(program: str) -> str | None:
+    return shutil.which(program) or shutil.which(program, path='/usr/sbin')
+
+
+class Servers:
+    """Starts a server when the first test asks for it."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._running: dict[str, Any] = {}
+
+    def get(self, kind: str) -> Any:
+        if kind not in self._running:
+            server: Any = (
+                PrivatePostgres('fsync = off', 'synchronous_commit = off')
+                if kind == 'postgresql'
+                else PrivateMariaDB()
+            )
+            self._running[kind] = self._stack.enter_context(server)
+        return self._running[kind]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@dataclass
+class Database:
+    """An empty database for one test."""
+
+    kind: str
+    url: str
+    server: Any
+    """Its server, which can `stop` and `start`; None for SQLite."""
+
+    def engine(self, **options: Any) -> AsyncEngine:
+        return create_async_engine(self.url, **options)
+
+
+def make_database(kind: str, servers: Servers, folder: Path) -> Database:
+    if kind == 'sqlite':
+        return Database(kind, f'sqlite+aiosqlite:///{folder}/test.db', None)
+    server = servers.get(kind)
+    return Database(kind, server.create_database(), server)
