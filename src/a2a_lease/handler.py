@@ -31,6 +31,7 @@ from a2a.utils.errors import (
     UnsupportedOperationError,
 )
 from a2a.utils.task import apply_history_length
+from sqlalchemy.exc import DBAPIError
 
 from a2a_lease.errors import LeaseConfigurationError
 from a2a_lease.recovery.policy import FailAbandoned
@@ -47,6 +48,7 @@ from a2a_lease.turns.executor import LeasedExecutor
 from a2a_lease.turns.following import ends_stream, follow, until_lost
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import is_terminal
+from a2a_lease.turns.outage import pauses
 from a2a_lease.turns.push_sender import LeasedPushSender, outcome_event
 from a2a_lease.turns.running import Turns
 from a2a_lease.turns.task_store import LeasedTaskStore
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_START = 0.4
 _LOOK_EVERY = 2.0
 """Seconds between looks at a task whose events come from elsewhere."""
 
@@ -162,6 +165,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         self.lease_store = lease_store
         self._clock = SYSTEM_CLOCK
         self._stored_tasks = task_store
+        self._event_stream_inner = event_stream
         self._policy = recovery or FailAbandoned()
         self._codec = context_codec or ContextCodec()
         self._owner_resolver = owner_resolver or _owner_resolver(task_store)
@@ -231,7 +235,13 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             if self._replica.started:
                 return
             self._admission.refuse_if_closed()
-            await self.lease_store.initialize()
+            for part in (
+                self._stored_tasks,
+                self._event_stream_inner,
+                self._push_configs,
+                self.lease_store,
+            ):
+                await _initialize(part)
             recovery = Recovery(
                 turns=self._turns,
                 replica=self._replica,
@@ -638,6 +648,26 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             context=context,
             look_every=_LOOK_EVERY,
         )
+
+
+async def _initialize(part: object) -> None:
+    """Creates the tables of a store that has some.
+
+    Replicas that start together create them at the same time, and all but
+    one of them may be refused.
+    """
+    initialize = getattr(part, 'initialize', None)
+    if initialize is None:
+        return
+    for pause in pauses():
+        try:
+            await initialize()
+            return
+        except DBAPIError as error:
+            if error.connection_invalidated or pause > _LONGEST_START:
+                raise
+            logger.debug('Creating tables again.', exc_info=True)
+        await asyncio.sleep(pause)
 
 
 def _owner_resolver(task_store: VersionedTaskStore) -> OwnerResolver:

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.inprocess import Service
-
 from a2a_lease import DatabaseLeaseStore
+from support.inprocess import Service
 
 
 if TYPE_CHECKING:

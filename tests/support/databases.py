@@ -6,14 +6,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from a2a_lease.demo.postgres import PrivatePostgres
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from a2a_lease.demo.postgres import PrivatePostgres
 
 
 class PrivateMariaDB:

@@ -10,6 +10,7 @@ import pytest
 from a2a.utils.errors import InternalError, UnsupportedOperationError
 
 from a2a_lease import ContextCodec
+from a2a_lease.demo.sabotage import without_sweep
 from support.inprocess import (
     COMPLETED,
     INPUT_REQUIRED,
@@ -195,10 +196,8 @@ async def test_a_dead_owner_is_taken_over_by_the_next_message_at_once(
     task = await _running(old)
     lease = await old.lease(task.id)
     # Nobody sweeps here: the message itself must take over.
-    from support.no_sweep import NoSweep
-
     new = await service.replica(
-        ScriptedAgent(_finish), leases=NoSweep(service.leases)
+        ScriptedAgent(_finish), leases=without_sweep(service.leases)
     )
     old.handler._recovery._round.cancel()
 

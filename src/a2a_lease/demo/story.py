@@ -1,0 +1,298 @@
+"""What happens in the demo, and what must be seen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from a2a.client import ClientConfig, create_client
+from a2a.types.a2a_pb2 import (
+    GetTaskRequest,
+    Message,
+    Part,
+    Role,
+    SendMessageRequest,
+    StreamResponse,
+    SubscribeToTaskRequest,
+    Task,
+    TaskPushNotificationConfig,
+    TaskState,
+)
+from google.protobuf.json_format import ParseDict
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from a2a.client import Client
+
+    from a2a_lease.demo.processes import ServerProcess
+    from a2a_lease.demo.report import Report
+
+
+@dataclass
+class Party:
+    """Somebody who hears of a task, and what they heard."""
+
+    name: str
+    report: Report
+    states: list[int] = field(default_factory=list)
+    task_id: str = ''
+    chapters: int = 0
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    failed_at: float | None = None
+
+    def hears(self, response: StreamResponse) -> None:
+        """Takes in one event."""
+        kind = response.WhichOneof('payload')
+        if kind == 'artifact_update':
+            self.chapters += 1
+            self.task_id = response.artifact_update.task_id
+            text = response.artifact_update.artifact.parts[0].text
+            self.report.says(self.name, text)
+        elif kind in ('status_update', 'task'):
+            status = getattr(response, kind).status
+            if not self.states or status.state != self.states[-1]:
+                said = ''.join(part.text for part in status.message.parts)
+                self.report.says(self.name, named(status.state), said)
+            self.states.append(status.state)
+            if status.state == TaskState.TASK_STATE_FAILED:
+                self.failed_at = time.monotonic()
+        self.heard.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until what was heard fulfils a condition."""
+        while not condition():
+            self.heard.clear()
+            await self.heard.wait()
+
+
+def named(state: int) -> str:
+    """Returns a task state as people write it."""
+    return TaskState.Name(state).removeprefix('TASK_STATE_')
+
+
+class Webhook:
+    """Receives push notifications, as a client that does not stay would."""
+
+    def __init__(self, party: Party) -> None:
+        self.party = party
+        self.app = Starlette(
+            routes=[Route('/', self._receive, methods=['POST'])]
+        )
+
+    async def _receive(self, request: Request) -> Response:
+        self.party.hears(
+            ParseDict(
+                await request.json(),
+                StreamResponse(),
+                ignore_unknown_fields=True,
+            )
+        )
+        return Response()
+
+
+def ask(text: str, *, task: Task | None = None, push_to: str = '') -> Any:  # noqa: ANN401
+    """Makes a message to the agent."""
+    request = SendMessageRequest(
+        message=Message(
+            message_id=str(uuid.uuid4()),
+            role=Role.ROLE_USER,
+            task_id=task.id if task else '',
+            context_id=task.context_id if task else '',
+            parts=[Part(text=text)],
+        )
+    )
+    if push_to:
+        request.configuration.task_push_notification_config.CopyFrom(
+            TaskPushNotificationConfig(id='webhook', url=push_to)
+        )
+    return request
+
+
+async def connect(server: ServerProcess, *, streaming: bool = True) -> Client:
+    """Makes a client of one replica, as the SDK has it."""
+    return await create_client(
+        server.url,
+        ClientConfig(
+            streaming=streaming,
+            httpx_client=httpx.AsyncClient(timeout=60.0),
+        ),
+    )
+
+
+async def listen(
+    party: Party, events: AsyncIterator[StreamResponse]
+) -> str | None:
+    """Lets a party hear a stream to its end.
+
+    Returns:
+        What broke it, or None if it ended well.
+    """
+    try:
+        async for response in events:
+            party.hears(response)
+    except Exception as error:  # noqa: BLE001 - that it breaks is the point
+        party.report.says(party.name, 'stream broke', type(error).__name__)
+        return type(error).__name__
+    return None
+
+
+class Story:
+    """Three replicas, three tasks, one kill."""
+
+    def __init__(
+        self,
+        replicas: list[ServerProcess],
+        *,
+        webhook_url: str,
+        webhook: Webhook,
+        report: Report,
+        patience: float,
+    ) -> None:
+        """Sets the scene.
+
+        Args:
+            replicas: A, B and C; they serve already.
+            webhook_url: Where the webhook listens.
+            webhook: What it hears.
+            report: Where everything is told.
+            patience: Seconds after the kill after which nothing is awaited
+                any more.
+        """
+        self._a, self._b, self._c = replicas
+        self._webhook_url = webhook_url
+        self._webhook = webhook
+        self._report = report
+        self._patience = patience
+
+    async def play(self) -> None:
+        """Plays it, and reports each expectation as met or missed."""
+        report = self._report
+        at_a, at_b = await connect(self._a), await connect(self._b)
+        at_c = await connect(self._c, streaming=False)
+        client = Party('client of A', report)
+        subscriber = Party('subscriber at B', report)
+        long = Party('client of B', report)
+
+        paused = await _only_task(
+            (await connect(self._a, streaming=False)).send_message(
+                ask('ask first')
+            )
+        )
+        report.tells(f'Task P is paused on A: {named(paused.status.state)}.')
+        long_stream = asyncio.ensure_future(
+            listen(long, at_b.send_message(ask('40')))
+        )
+        await long.until(lambda: long.chapters >= 1)
+        report.tells('Task L is a long one, on B.')
+        client_stream = asyncio.ensure_future(
+            listen(
+                client,
+                at_a.send_message(ask('1000', push_to=self._webhook_url)),
+            )
+        )
+        await client.until(lambda: client.chapters >= 1)
+        task_id = client.task_id
+        subscription = asyncio.ensure_future(
+            listen(
+                subscriber,
+                at_b.subscribe(SubscribeToTaskRequest(id=task_id)),
+            )
+        )
+        await subscriber.until(lambda: subscriber.chapters >= 1)
+        report.tells('Task V works on A, with a subscriber and a webhook.')
+
+        report.kills(self._a.name, self._a.pid)
+        killed_at = time.monotonic()
+        self._a.kill()
+        broke = await client_stream
+        report.expects('the stream of its own client breaks', broke)
+
+        failed = await self._within(subscription)
+        report.expects(
+            'a subscriber on another replica gets FAILED, and its stream ends',
+            failed and _count_failed(subscriber) == 1,
+            after=_after(killed_at, subscriber),
+        )
+        webhook = self._webhook.party
+        pushed = await self._within(
+            webhook.until(lambda: webhook.failed_at is not None)
+        )
+        report.expects(
+            'the webhook is told FAILED, once',
+            pushed and _count_failed(webhook) == 1,
+            after=_after(killed_at, webhook),
+        )
+        task = await at_c.get_task(GetTaskRequest(id=task_id))
+        details = dict(task.metadata).get('a2a_lease')
+        reason = details['reason'] if details is not None else ''
+        report.expects(
+            'GetTask on a third replica says FAILED, and why',
+            task.status.state == TaskState.TASK_STATE_FAILED
+            and reason == 'replica_lost',
+            seen=f'{named(task.status.state)} {reason}',
+        )
+        await self._nothing_else(at_c, paused, long, long_stream)
+
+    async def _nothing_else(
+        self,
+        at_c: Client,
+        paused: Task,
+        long: Party,
+        long_stream: Awaitable[str | None],
+    ) -> None:
+        report = self._report
+        now = await at_c.get_task(GetTaskRequest(id=paused.id))
+        report.expects(
+            'the paused task is untouched',
+            now.status == paused.status,
+            seen=named(now.status.state),
+        )
+        answered = await _only_task(
+            at_c.send_message(ask('2', task=paused)),
+        )
+        report.expects(
+            'it takes its answer on another replica, and completes',
+            answered.status.state == TaskState.TASK_STATE_COMPLETED
+            and len(answered.artifacts) == 2,  # noqa: PLR2004
+            seen=named(answered.status.state),
+        )
+        await self._within(asyncio.ensure_future(long_stream))
+        report.expects(
+            'the long turn elsewhere completes, undisturbed',
+            long.states[-1] == TaskState.TASK_STATE_COMPLETED
+            and long.chapters == 40,  # noqa: PLR2004
+            seen=f'{named(long.states[-1])}, {long.chapters} chapters',
+        )
+
+    async def _within(self, waited: Awaitable[Any]) -> bool:
+        try:
+            await asyncio.wait_for(waited, self._patience)
+        except TimeoutError:
+            return False
+        return True
+
+
+def _count_failed(party: Party) -> int:
+    return party.states.count(TaskState.TASK_STATE_FAILED)
+
+
+def _after(killed_at: float, party: Party) -> float | None:
+    if party.failed_at is None:
+        return None
+    return party.failed_at - killed_at
+
+
+async def _only_task(events: AsyncIterator[StreamResponse]) -> Task:
+    async for response in events:
+        return response.task
+    raise RuntimeError('There was no answer.')

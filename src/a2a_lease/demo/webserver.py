@@ -1,0 +1,46 @@
+"""A small web server within this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.applications import Starlette
+
+
+class _Server(uvicorn.Server):
+    def capture_signals(self):  # noqa: ANN202
+        # The signals are for the process that this server is a part of.
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+
+@asynccontextmanager
+async def serving(app: Starlette) -> AsyncGenerator[str]:
+    """Serves an application on a free port.
+
+    Yields:
+        Its URL.
+    """
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        listener.listen(128)
+        server = _Server(
+            uvicorn.Config(app, log_level='warning', lifespan='off')
+        )
+        running = asyncio.ensure_future(server.serve(sockets=[listener]))
+        try:
+            yield f'http://127.0.0.1:{listener.getsockname()[1]}/'
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            await running

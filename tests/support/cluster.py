@@ -1,0 +1,299 @@
+"""Replicas as real processes, and those who talk to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from a2a.client import ClientConfig, create_client
+from a2a.server.cluster import VersionedDatabaseTaskStore
+from a2a.server.context import ServerCallContext
+from a2a.types.a2a_pb2 import (
+    Message,
+    Part,
+    Role,
+    SendMessageRequest,
+    StreamResponse,
+    Task,
+    TaskPushNotificationConfig,
+    TaskState,
+)
+from google.protobuf.json_format import ParseDict
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+
+from a2a_lease import DatabaseLeaseStore
+from a2a_lease.demo.processes import ServerProcess
+from a2a_lease.demo.webserver import serving
+from support.inprocess import NamedUser
+
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from a2a.client import Client
+
+    from support.databases import Database
+
+
+SETTINGS = {
+    'ttl': 3.0,
+    'heartbeat_interval': 0.3,
+    'sweep_interval': 0.3,
+    'acquire_timeout': 20.0,
+    'drain_timeout': 1.0,
+    'stop_timeout': 1.0,
+}
+PATIENCE = 40.0
+
+
+@dataclass
+class Heard:
+    """What came over one stream."""
+
+    events: list[StreamResponse] = field(default_factory=list)
+    error: Exception | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Task | None = None
+
+    def add(self, event: StreamResponse) -> None:
+        self.events.append(event)
+        self.changed.set()
+
+    @property
+    def states(self) -> list[int]:
+        return [
+            (e.task if e.HasField('task') else e.status_update).status.state
+            for e in self.events
+            if e.HasField('task') or e.HasField('status_update')
+        ]
+
+    @property
+    def texts(self) -> list[str]:
+        return [
+            e.artifact_update.artifact.parts[0].text
+            for e in self.events
+            if e.HasField('artifact_update')
+        ]
+
+    @property
+    def task_id(self) -> str:
+        for e in self.events:
+            if e.HasField('task'):
+                return e.task.id
+            if e.HasField('status_update'):
+                return e.status_update.task_id
+        return ''
+
+    async def until(self, condition: Callable[[Heard], Any]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition(self):
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def ended(self) -> None:
+        assert self.done is not None
+        await asyncio.wait_for(self.done, PATIENCE)
+
+
+class Cluster:
+    """Several replicas over one database."""
+
+    def __init__(
+        self,
+        database: Database,
+        folder: Path,
+        *,
+        size: int = 2,
+        settings: dict[str, float] | None = None,
+    ) -> None:
+        self.database = database
+        self.folder = folder
+        self.replicas = [
+            ServerProcess(
+                name,
+                module='support.replica_app',
+                folder=folder,
+                config={
+                    'database_url': database.url,
+                    'folder': str(folder),
+                    'settings': {**SETTINGS, **(settings or {})},
+                },
+                environment={'PYTHONPATH': str(Path(__file__).parent.parent)},
+            )
+            for name in 'ABCDEFGH'[:size]
+        ]
+        self.webhook = Heard()
+        self.webhook_url = ''
+        self._stack = contextlib.AsyncExitStack()
+        self._clients: dict[tuple[int, str, bool], Client] = {}
+
+    async def __aenter__(self) -> Cluster:
+        async with contextlib.AsyncExitStack() as stack:
+            self.engine = self.database.engine()
+            stack.push_async_callback(self.engine.dispose)
+            self.tasks = VersionedDatabaseTaskStore(self.engine)
+            self.leases = DatabaseLeaseStore(self.engine)
+            for replica in self.replicas:
+                stack.callback(replica.end)
+                replica.start()
+            self.webhook_url = await stack.enter_async_context(
+                serving(
+                    Starlette(
+                        routes=[Route('/', self._receive, methods=['POST'])]
+                    )
+                )
+            )
+            await asyncio.gather(*(r.ready() for r in self.replicas))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _receive(self, request) -> Response:
+        self.webhook.add(
+            ParseDict(
+                await request.json(),
+                StreamResponse(),
+                ignore_unknown_fields=True,
+            )
+        )
+        return Response()
+
+    # Processes.
+
+    def kill(self, number: int) -> None:
+        self.replicas[number].kill()
+
+    def stop(self, number: int) -> None:
+        self.replicas[number].signal(signal.SIGSTOP)
+
+    def go_on(self, number: int) -> None:
+        self.replicas[number].signal(signal.SIGCONT)
+
+    def terminate(self, number: int) -> None:
+        self.replicas[number].signal(signal.SIGTERM)
+
+    def open_gate(self, name: str) -> None:
+        (self.folder / f'gate-{name}').touch()
+
+    # Clients.
+
+    async def client(
+        self, number: int, *, user: str = 'ada', streaming: bool = True
+    ) -> Client:
+        key = number, user, streaming
+        if key not in self._clients:
+            http = httpx.AsyncClient(timeout=PATIENCE, headers={'x-user': user})
+            self._stack.push_async_callback(http.aclose)
+            self._clients[key] = await create_client(
+                self.replicas[number].url,
+                ClientConfig(streaming=streaming, httpx_client=http),
+            )
+        return self._clients[key]
+
+    async def send(
+        self, number: int, script: str, *, user: str = 'ada', **rest: Any
+    ) -> Task | Message:
+        """Sends a message and waits for the answer, as a blocking client."""
+        client = await self.client(number, user=user, streaming=False)
+        async for response in client.send_message(self.message(script, **rest)):
+            return (
+                response.task if response.HasField('task') else response.message
+            )
+        raise AssertionError('no answer')
+
+    async def stream(
+        self, number: int, script: str, *, user: str = 'ada', **rest: Any
+    ) -> Heard:
+        client = await self.client(number, user=user)
+        return self.hear(client.send_message(self.message(script, **rest)))
+
+    def hear(self, events: AsyncIterator[StreamResponse]) -> Heard:
+        heard = Heard()
+
+        async def listen() -> None:
+            try:
+                async for event in events:
+                    heard.add(event)
+            except Exception as error:
+                heard.error = error
+            finally:
+                heard.changed.set()
+
+        heard.done = asyncio.ensure_future(listen())
+        return heard
+
+    def message(
+        self, script: str, *, task: Task | None = None, push: bool = False
+    ) -> SendMessageRequest:
+        request = SendMessageRequest(
+            message=Message(
+                message_id=str(uuid.uuid4()),
+                role=Role.ROLE_USER,
+                task_id=task.id if task else '',
+                context_id=task.context_id if task else '',
+                parts=[Part(text='\n'.join(script.split('; ')))],
+            )
+        )
+        if push:
+            request.configuration.task_push_notification_config.CopyFrom(
+                TaskPushNotificationConfig(id='hook', url=self.webhook_url)
+            )
+        return request
+
+    # What is stored.
+
+    async def task(self, task_id: str, *, user: str = 'ada') -> Task | None:
+        stored = await self.tasks.get(
+            task_id, ServerCallContext(user=NamedUser(user))
+        )
+        return stored.task if stored is not None else None
+
+    async def until_state(
+        self, task_id: str, state: int, *, user: str = 'ada'
+    ) -> Task:
+        async def reached():
+            task = await self.task(task_id, user=user)
+            return task if task and task.status.state == state else None
+
+        return await self.until(reached)
+
+    async def until(self, condition: Callable[[], Awaitable[Any]]) -> Any:
+        async with asyncio.timeout(PATIENCE):
+            while not (result := await condition()):
+                await asyncio.sleep(0.02)
+            return result
+
+    async def until_no_leases(self) -> None:
+        async def none_left():
+            return not [
+                lease
+                for lease in await self.leases.leases()
+                if lease.session_id is not None
+            ]
+
+        await self.until(none_left)
+
+    def agent_log(self) -> list[dict[str, Any]]:
+        log = self.folder / 'agent.log'
+        if not log.exists():
+            return []
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+FAILED = TaskState.TASK_STATE_FAILED
+COMPLETED = TaskState.TASK_STATE_COMPLETED
+CANCELED = TaskState.TASK_STATE_CANCELED
+WORKING = TaskState.TASK_STATE_WORKING
+INPUT_REQUIRED = TaskState.TASK_STATE_INPUT_REQUIRED
+AUTH_REQUIRED = TaskState.TASK_STATE_AUTH_REQUIRED

@@ -1,0 +1,234 @@
+"""One replica of the agent that process tests run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import httpx
+from a2a.auth.user import User
+from a2a.server.agent_execution import AgentExecutor
+from a2a.server.cluster import (
+    DatabaseTaskEventStream,
+    VersionedDatabaseTaskStore,
+)
+from a2a.server.routes import (
+    DefaultServerCallContextBuilder,
+    create_agent_card_routes,
+    create_jsonrpc_routes,
+)
+from a2a.server.tasks import (
+    BasePushNotificationSender,
+    DatabasePushNotificationConfigStore,
+)
+from a2a.types.a2a_pb2 import (
+    AgentCapabilities,
+    AgentCard,
+    AgentInterface,
+    Artifact,
+    Message,
+    Part,
+    Role,
+    Task,
+    TaskArtifactUpdateEvent,
+    TaskState,
+    TaskStatus,
+    TaskStatusUpdateEvent,
+)
+from sqlalchemy.ext.asyncio import create_async_engine
+from starlette.applications import Starlette
+
+from a2a_lease import (
+    DatabaseLeaseStore,
+    LeaseSettings,
+    LeasedRequestHandler,
+    current_lease,
+)
+from a2a_lease.demo.serving import serve
+
+
+STATES = {
+    'submitted': TaskState.TASK_STATE_SUBMITTED,
+    'working': TaskState.TASK_STATE_WORKING,
+    'input': TaskState.TASK_STATE_INPUT_REQUIRED,
+    'auth': TaskState.TASK_STATE_AUTH_REQUIRED,
+    'complete': TaskState.TASK_STATE_COMPLETED,
+    'fail': TaskState.TASK_STATE_FAILED,
+    'cancel': TaskState.TASK_STATE_CANCELED,
+}
+
+
+class CommandedAgent(AgentExecutor):
+    """Does what the lines of its message say.
+
+    `task`, a state, `artifact TEXT`, `append TEXT`, `message TEXT`,
+    `wait GATE` (for a file of that name), `stubborn GATE` (the same, whatever
+    is done to it), `block SECONDS` (the event loop), `raise`, `oom`.
+    """
+
+    def __init__(self, folder: Path, replica: str) -> None:
+        self._folder = folder
+        self._replica = replica
+
+    def _log(self, what: str, task_id: str) -> None:
+        line = json.dumps(
+            {
+                'what': what,
+                'task': task_id,
+                'replica': self._replica,
+                'pid': os.getpid(),
+            }
+        )
+        with (self._folder / 'agent.log').open('a') as log:
+            log.write(f'{line}\n')
+
+    async def execute(self, context, event_queue) -> None:
+        task_id, context_id = context.task_id, context.context_id
+        self._log(f'began {current_lease().attempt}', task_id)
+        try:
+            for line in context.get_user_input().splitlines():
+                command, _, rest = line.strip().partition(' ')
+                await self._do(command, rest, context, event_queue)
+        except asyncio.CancelledError:
+            self._log('stopped', task_id)
+            raise
+        finally:
+            self._log('ended', task_id)
+
+    async def _do(self, command, rest, context, queue) -> None:
+        task_id, context_id = context.task_id, context.context_id
+        if command == 'task':
+            await queue.enqueue_event(
+                Task(
+                    id=task_id,
+                    context_id=context_id,
+                    status=TaskStatus(state=STATES['submitted']),
+                    history=[context.message],
+                )
+            )
+        elif command in STATES:
+            await queue.enqueue_event(
+                TaskStatusUpdateEvent(
+                    task_id=task_id,
+                    context_id=context_id,
+                    status=TaskStatus(state=STATES[command]),
+                )
+            )
+        elif command in ('artifact', 'append'):
+            await queue.enqueue_event(
+                TaskArtifactUpdateEvent(
+                    task_id=task_id,
+                    context_id=context_id,
+                    artifact=Artifact(artifact_id='a', parts=[Part(text=rest)]),
+                    append=command == 'append',
+                )
+            )
+        elif command == 'message':
+            await queue.enqueue_event(
+                Message(
+                    message_id=str(uuid.uuid4()),
+                    role=Role.ROLE_AGENT,
+                    context_id=context_id,
+                    parts=[Part(text=rest)],
+                )
+            )
+        elif command == 'wait':
+            await self._gate(rest)
+        elif command == 'stubborn':
+            while True:
+                try:
+                    await self._gate(rest)
+                    break
+                except asyncio.CancelledError:
+                    continue
+        elif command == 'block':
+            time.sleep(float(rest))
+        elif command == 'raise':
+            raise RuntimeError('as commanded')
+        elif command == 'oom':
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise ValueError(f'unknown command {command!r}')
+
+    async def _gate(self, name: str) -> None:
+        while not (self._folder / f'gate-{name}').exists():
+            await asyncio.sleep(0.02)
+
+    async def cancel(self, context, event_queue) -> None:
+        self._log('cancel() called', context.task_id)
+        await event_queue.enqueue_event(
+            TaskStatusUpdateEvent(
+                task_id=context.task_id,
+                context_id=context.context_id,
+                status=TaskStatus(state=STATES['cancel']),
+            )
+        )
+
+
+class HeaderUser(User):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def is_authenticated(self) -> bool:
+        return bool(self._name)
+
+    @property
+    def user_name(self) -> str:
+        return self._name
+
+
+class ContextBuilder(DefaultServerCallContextBuilder):
+    """Believes a header; tests have no secrets."""
+
+    def build_user(self, request) -> User:
+        return HeaderUser(request.headers.get('x-user', ''))
+
+
+def make_app(config: dict[str, Any]) -> Starlette:
+    engine = create_async_engine(config['database_url'])
+    card = AgentCard(
+        name=config.get('service', 'commanded'),
+        description='Does as it is told.',
+        version='1',
+        default_input_modes=['text/plain'],
+        default_output_modes=['text/plain'],
+        capabilities=AgentCapabilities(streaming=True, push_notifications=True),
+        supported_interfaces=[
+            AgentInterface(
+                url=config['url'],
+                protocol_binding='JSONRPC',
+                protocol_version='1.0',
+            )
+        ],
+    )
+    configs = DatabasePushNotificationConfigStore(engine)
+    handler = LeasedRequestHandler(
+        agent_executor=CommandedAgent(Path(config['folder']), config['name']),
+        agent_card=card,
+        task_store=VersionedDatabaseTaskStore(engine),
+        event_stream=DatabaseTaskEventStream(engine, poll_interval_s=0.1),
+        lease_store=DatabaseLeaseStore(engine),
+        settings=LeaseSettings(**config['settings']),
+        push_config_store=configs,
+        push_sender=BasePushNotificationSender(httpx.AsyncClient(), configs),
+    )
+    return Starlette(
+        routes=[
+            *create_agent_card_routes(card),
+            *create_jsonrpc_routes(
+                handler, rpc_url='/', context_builder=ContextBuilder()
+            ),
+        ],
+        lifespan=handler.lifespan,
+    )
+
+
+if __name__ == '__main__':
+    serve(make_app)
