@@ -156,7 +156,17 @@ class Cluster:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, *_: object
+    ) -> None:
+        if kind is not None:
+            for replica in self.replicas:
+                print(f'--- {replica.name}\n{replica.log_tail(60)}')
+            for session in await self.leases.sessions():
+                print(session)
+            for lease in await self.leases.leases():
+                print(lease)
+            print(*self.agent_log(), sep='\n')
         await self._stack.aclose()
 
     async def _receive(self, request) -> Response:

@@ -13,6 +13,7 @@ from sqlalchemy import (
     and_,
     case,
     delete,
+    event,
     exists,
     insert,
     literal,
@@ -65,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar('_T')
 _RING = 3
+_SQLITE_WAIT = 250
+"""Milliseconds for which the heartbeat waits for the write lock."""
 _TRIES = 5
 _ACQUIRABLE = (LeaseState.FREE.value, LeaseState.IDLE.value)
 _CLAIMABLE = (
@@ -111,6 +114,8 @@ class DatabaseLeaseStore(LeaseStore):
         self._prefix = table_prefix
         self._owns_engine = False
         self._initialized = False
+        self._tries = _TRIES
+        self._running: set[asyncio.Future[Any]] = set()
         schema = make_schema(table_prefix)
         self._metadata = schema.metadata
         self._sessions = schema.sessions
@@ -173,6 +178,8 @@ class DatabaseLeaseStore(LeaseStore):
 
     async def close(self) -> None:
         """Disposes of the engine that `detached` made."""
+        if self._running:
+            await asyncio.wait(set(self._running))
         if self._owns_engine:
             await self._engine.dispose()
 
@@ -770,7 +777,7 @@ class DatabaseLeaseStore(LeaseStore):
         self,
         work: Callable[[AsyncConnection], Awaitable[_T]],
         *,
-        tries: int = _TRIES,
+        tries: int | None = None,
     ) -> _T:
         """Runs one short transaction, again after a deadlock or the like.
 
@@ -778,6 +785,25 @@ class DatabaseLeaseStore(LeaseStore):
         waited never commits what it did.
         """
         await self.initialize()
+        running = self._run(work, tries or self._tries)
+        if self._dialect.name != 'sqlite':
+            return await running
+        # Its driver works in a thread that a cancellation does not reach; a
+        # transaction that is canceled between its write and its commit can
+        # keep the file locked for good. So it runs to its end.
+        transaction = asyncio.ensure_future(running)
+        self._running.add(transaction)
+        transaction.add_done_callback(self._ran)
+        return await asyncio.shield(transaction)
+
+    def _ran(self, transaction: asyncio.Future[Any]) -> None:
+        self._running.discard(transaction)
+        if not transaction.cancelled():
+            transaction.exception()
+
+    async def _run(
+        self, work: Callable[[AsyncConnection], Awaitable[_T]], tries: int
+    ) -> _T:
         number = 0
         while True:
             number += 1
@@ -788,6 +814,13 @@ class DatabaseLeaseStore(LeaseStore):
                 if not is_contention(error) or number >= tries:
                     raise
             await asyncio.sleep(random.uniform(0.01, 0.05) * number)  # noqa: S311
+
+
+def _wait_briefly(connection: Any, record: object) -> None:  # noqa: ANN401
+    del record
+    cursor = connection.cursor()
+    cursor.execute(f'PRAGMA busy_timeout = {_SQLITE_WAIT}')
+    cursor.close()
 
 
 def _first(query: Any, key: Any) -> Any:  # noqa: ANN401
