@@ -114,6 +114,7 @@ class Cluster:
         *,
         size: int = 2,
         settings: dict[str, float] | None = None,
+        service: str = 'commanded',
     ) -> None:
         self.database = database
         self.folder = folder
@@ -125,6 +126,7 @@ class Cluster:
                 config={
                     'database_url': database.url,
                     'folder': str(folder),
+                    'service': service,
                     'settings': {**SETTINGS, **(settings or {})},
                 },
                 environment={'PYTHONPATH': str(Path(__file__).parent.parent)},

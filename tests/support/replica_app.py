@@ -194,7 +194,7 @@ class ContextBuilder(DefaultServerCallContextBuilder):
 def make_app(config: dict[str, Any]) -> Starlette:
     engine = create_async_engine(config['database_url'])
     card = AgentCard(
-        name=config.get('service', 'commanded'),
+        name=config['service'],
         description='Does as it is told.',
         version='1',
         default_input_modes=['text/plain'],
