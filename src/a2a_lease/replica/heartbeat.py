@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import uuid
+import weakref
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -101,6 +103,8 @@ class Heartbeat:
         self._wake = asyncio.Event()
         self._stopping = False
         self.session: LiveSession | None = None
+        self.in_round = threading.Lock()
+        """Held while something is under way, which a fork must not copy."""
         self.failures = 0
         """Beats in a row that did not land."""
 
@@ -136,8 +140,10 @@ class Heartbeat:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._store = self._source.detached()
+        _living.add(self)
         try:
-            await self._open()
+            with self.in_round:
+                await self._open()
         except Exception as error:  # noqa: BLE001 - told to whoever starts us
             await self._close_store(self._store)
             started(error)
@@ -148,7 +154,8 @@ class Heartbeat:
             began = self._clock.monotonic()
             pause = self._settings.heartbeat_interval
             try:
-                beat = await self.run_once()
+                with self.in_round:
+                    beat = await self.run_once()
             except Exception:
                 logger.exception('A round of the heartbeat failed.')
                 beat = Beat.UNKNOWN
@@ -390,6 +397,37 @@ class Heartbeat:
                 await store.close()
         except Exception:
             logger.debug('Closing a connection failed.', exc_info=True)
+
+
+_living: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+_LONGEST_ROUND = 5.0
+"""Seconds that a fork waits for a round to end."""
+
+
+_paused: list[Heartbeat] = []
+
+
+def _pause() -> None:
+    # A child that was forked within a transaction would take the lock of an
+    # SQLite file along, and nobody could ever free it there.
+    for heartbeat in list(_living):
+        if heartbeat.in_round.acquire(timeout=_LONGEST_ROUND):
+            _paused.append(heartbeat)
+
+
+def _go_on() -> None:
+    while _paused:
+        _paused.pop().in_round.release()
+
+
+def _is_child() -> None:
+    _go_on()
+    _living.clear()
+
+
+os.register_at_fork(
+    before=_pause, after_in_parent=_go_on, after_in_child=_is_child
+)
 
 
 def start_thread(

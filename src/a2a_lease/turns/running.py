@@ -208,6 +208,9 @@ class Turns:
         """
         if turn.ending is None or turn.loss is not None:
             return
+        if turn.has_pending and not turn.is_deaf():
+            # What the agent emitted before its end is still to be saved.
+            return
         if turn.settled:
             self._let_go(turn, keep_token=not turn.settled_for_good)
         elif turn.changed_nothing and turn.lease.before is None:

@@ -176,6 +176,11 @@ class Turn(Hold):
         self._pending.append(event)
         self._drained.clear()
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether an event of the agent is not processed yet."""
+        return bool(self._pending)
+
     def is_from_agent(self, event: Event | None) -> bool:
         """Whether this very event came out of the agent's queue."""
         return any(event is pending for pending in self._pending)
