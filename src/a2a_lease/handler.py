@@ -477,7 +477,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         """Cancels a task on whichever replica runs it, within bounds."""
         await self.start()
         turn = self._turns.of(params.id)
-        if turn is not None and turn.loss is not None:
+        if turn is not None and (turn.loss or turn.ending):
             turn = None
         call = asyncio.ensure_future(
             super().on_cancel_task(params, with_hold(context, turn))
@@ -490,7 +490,13 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 call.cancel()
                 await asyncio.wait({call}, timeout=self.settings.stop_timeout)
         if call.done() and not call.cancelled():
-            task = call.result()
+            try:
+                task = call.result()
+            except TaskNotCancelableError:
+                if turn is None:
+                    raise
+                # The turn ended meanwhile, and may have paused its task.
+                task = await self._cancel_without_agent(params.id, context)
         else:
             task = await self._cancel_without_agent(params.id, context)
         if task is not None and (

@@ -126,8 +126,8 @@ class LeasedExecutor(AgentExecutor):
         self, context: RequestContext, event_queue: EventQueue
     ) -> None:
         """Lets the agent end its task, as the SDK asks."""
-        turn = self._turns.of(context.task_id or '')
-        if turn is not None:
+        turn = hold_of(context.call_context)
+        if isinstance(turn, Turn):
             turn.cancel_called = True
             event_queue = TurnQueue(event_queue, turn)
         await self._inner.cancel(context, event_queue)

@@ -1,0 +1,47 @@
+"""The leased handler is the plain one, but for what the plain one does wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from conversations.conversations import CONVERSATIONS
+from conversations.talk import TRANSPORTS, Conversation, Talk
+from sqlalchemy.ext.asyncio import create_async_engine
+
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+async def transcript_of(
+    conversation: Conversation, transport: str, folder: Path, *, leased: bool
+) -> list[tuple[str, str]]:
+    name = 'leased' if leased else 'plain'
+    engine = create_async_engine(f'sqlite+aiosqlite:///{folder}/{name}.db')
+    try:
+        async with Talk(leased, transport, engine, conversation) as talk:
+            await conversation.play(talk)
+            return talk.transcript
+    finally:
+        await engine.dispose()
+
+
+@pytest.mark.parametrize('transport', TRANSPORTS)
+@pytest.mark.parametrize('conversation', CONVERSATIONS, ids=lambda c: c.name)
+async def test_both_handlers_say_the_same(
+    conversation: Conversation, transport: str, tmp_path: Path
+):
+    plain = await transcript_of(conversation, transport, tmp_path, leased=False)
+    leased = await transcript_of(conversation, transport, tmp_path, leased=True)
+    assert leased
+    if not conversation.plain_is_wrong:
+        assert leased == plain
+        return
+    assert leased != plain, 'The plain one is right by now: take it off.'
+    for what, text in conversation.instead:
+        assert [line for line in leased if line[0] == what and text in line[1]]
+        assert not [
+            line for line in plain if line[0] == what and text in line[1]
+        ], 'The plain one is right by now: take it off.'
