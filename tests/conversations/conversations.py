@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-
 from typing import TYPE_CHECKING
 
 from a2a.types.a2a_pb2 import (
@@ -14,6 +13,8 @@ from a2a.types.a2a_pb2 import (
     TaskPushNotificationConfig,
     TaskState,
 )
+
+from conversations.talk import Conversation
 from support.inprocess import (
     AUTH_REQUIRED,
     CANCELED,
@@ -23,13 +24,10 @@ from support.inprocess import (
     WORKING,
 )
 
-from conversations.talk import Conversation
-
 
 if TYPE_CHECKING:
-    from support.inprocess import Desk
-
     from conversations.talk import Talk
+    from support.inprocess import Desk
 
 
 # What agents do.

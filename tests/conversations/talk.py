@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import re
 import uuid
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
-
 from a2a.client import ClientConfig, ClientFactory
 from a2a.server.cluster import (
     DatabaseTaskEventStream,
@@ -47,10 +45,10 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
-from support.inprocess import SETTINGS, Desk, ScriptedAgent
 
 from a2a_lease import DatabaseLeaseStore, LeasedRequestHandler
 from a2a_lease.demo.webserver import serving
+from support.inprocess import SETTINGS, Desk, ScriptedAgent
 
 
 if TYPE_CHECKING:

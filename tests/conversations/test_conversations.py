@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from conversations.conversations import CONVERSATIONS
 from conversations.talk import TRANSPORTS, Conversation, Talk
-from sqlalchemy.ext.asyncio import create_async_engine
 
 
 if TYPE_CHECKING:

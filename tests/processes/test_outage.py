@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-
 from typing import TYPE_CHECKING
 
 import pytest
-
 from sqlalchemy import text
-from support.cluster import COMPLETED, WORKING, Cluster
 
 from a2a_lease.model import SessionState
+from support.cluster import COMPLETED, WORKING, Cluster
 
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-
 from typing import TYPE_CHECKING
 
 from a2a.types.a2a_pb2 import CancelTaskRequest
+
 from support.cluster import (
     CANCELED,
     COMPLETED,

@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from a2a.types.a2a_pb2 import (
     Task,
     TaskPushNotificationConfig,
     TaskStatus,
     TaskStatusUpdateEvent,
 )
+
+from a2a_lease import (
+    ContextCodec,
+    Fail,
+    FailAbandoned,
+    Leave,
+    RecoveryPolicy,
+)
+from a2a_lease.model import LeaseRequest, LeaseState, TaskMark
+from a2a_lease.turns.marks import mark_of
 from support.inprocess import (
     AUTH_REQUIRED,
     COMPLETED,
@@ -28,16 +36,6 @@ from support.inprocess import (
     message,
     until,
 )
-
-from a2a_lease import (
-    ContextCodec,
-    Fail,
-    FailAbandoned,
-    Leave,
-    RecoveryPolicy,
-)
-from a2a_lease.model import LeaseRequest, LeaseState, TaskMark
-from a2a_lease.turns.marks import mark_of
 
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-
 from typing import TYPE_CHECKING, Any
 
 import pytest

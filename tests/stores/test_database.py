@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-
 from typing import TYPE_CHECKING
 
 import pytest
-
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 

@@ -31,8 +31,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from a2a_lease import DatabaseLeaseStore
-from a2a_lease.demo.processes import ServerProcess
 from a2a_lease.demo.webserver import serving
+from support.forkserver import ForkedServer
 from support.inprocess import NamedUser
 
 
@@ -119,7 +119,7 @@ class Cluster:
         self.database = database
         self.folder = folder
         self.replicas = [
-            ServerProcess(
+            ForkedServer(
                 name,
                 module='support.replica_app',
                 folder=folder,
@@ -129,7 +129,6 @@ class Cluster:
                     'service': service,
                     'settings': {**SETTINGS, **(settings or {})},
                 },
-                environment={'PYTHONPATH': str(Path(__file__).parent.parent)},
             )
             for name in 'ABCDEFGH'[:size]
         ]

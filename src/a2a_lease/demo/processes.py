@@ -81,22 +81,25 @@ class ServerProcess:
                 'descriptor': listener.fileno(),
             }
             with self.log.open('ab') as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, '-m', self._module],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[listener.fileno()],
-                    env=self._environment,
-                    # A Ctrl-C of the terminal is for the parent, which ends
-                    # its servers itself.
-                    start_new_session=True,
-                )
+                self._process = self._spawn(listener.fileno(), log.fileno())
         lifeline = self._process.stdin
         if lifeline is None:
             raise RuntimeError(f'{self.name} has no standard input.')
         lifeline.write(json.dumps(config).encode() + b'\n')
         lifeline.flush()
+
+    def _spawn(self, listener: int, log: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, '-m', self._module],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener],
+            env=self._environment,
+            # A Ctrl-C of the terminal is for the parent, which ends its
+            # servers itself.
+            start_new_session=True,
+        )
 
     async def ready(self, *, timeout: float = 60.0) -> None:
         """Waits until it serves.

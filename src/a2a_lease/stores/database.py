@@ -13,7 +13,6 @@ from sqlalchemy import (
     and_,
     case,
     delete,
-    event,
     exists,
     insert,
     literal,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-
 from typing import TYPE_CHECKING, Any
 
 import pytest

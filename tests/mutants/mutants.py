@@ -1,0 +1,434 @@
+"""Small changes to the code, each of which breaks one promise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    """What is broken."""
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    only: str = 'not postgresql and not mariadb'
+    """SQLite is enough to notice, and the quickest."""
+
+
+TURN = ('tests/turns/test_turn.py',)
+FENCING = ('tests/turns/test_fencing.py', 'tests/turns/test_hold.py')
+RECOVERY = ('tests/recovery',)
+STORES = ('tests/stores',)
+WATCHER = ('tests/replica/test_watcher.py',)
+HEARTBEAT = ('tests/replica/test_heartbeat.py',)
+ADMISSION = ('tests/turns/test_admission.py',)
+OUTAGES = ('tests/turns/test_outages.py',)
+CANCEL = ('tests/turns/test_cancel.py',)
+
+MUTANTS = [
+    # Nothing is left behind
+    Mutant(
+        'the lease goes before the outcome was pushed',
+        'turns/executor.py',
+        'await turn.drained()',
+        'await asyncio.sleep(0)',
+        TURN,
+    ),
+    Mutant(
+        'the lease goes while events are still to be saved',
+        'turns/running.py',
+        'if turn.has_pending and not turn.is_deaf():',
+        'if False:',
+        RECOVERY,
+    ),
+    Mutant(
+        'the lease goes while the agent goes on',
+        'turns/running.py',
+        'if turn.ending is None or turn.loss is not None:',
+        'if turn.loss is not None:',
+        TURN,
+    ),
+    Mutant(
+        'a plain answer leaves its lease behind',
+        'turns/running.py',
+        'if turn.ending is not Ending.RAISED:\n'
+        '                self._let_go(turn, keep_token=False)',
+        'return',
+        TURN,
+    ),
+    Mutant(
+        'a turn that died on a living replica stays',
+        'turns/running.py',
+        'self.dead_turns.adopt(turn)',
+        'pass',
+        (*OUTAGES, *RECOVERY),
+    ),
+    # A paused task is never touched
+    Mutant(
+        'the saved state alone decides whether a turn settled',
+        'turns/marks.py',
+        ') and mark_of(status) != before',
+        ')',
+        RECOVERY,
+    ),
+    Mutant(
+        'pauses cannot be told apart',
+        'turns/task_store.py',
+        '_tell_apart(task, event, hold)\n',
+        'pass\n',
+        TURN,
+    ),
+    Mutant(
+        'parked leases are acted on',
+        'stores/database.py',
+        '.where(held, leases.c.state == LeaseState.PARKED.value)\n'
+        '                .values(state=LeaseState.FREE.value, '
+        'session_id=null())',
+        '.where(held, leases.c.state == LeaseState.PARKED.value)\n'
+        '                .values(state=LeaseState.RUNNING.value)',
+        RECOVERY,
+    ),
+    Mutant(
+        'an idle task of an orderly shutdown is failed',
+        'recovery/claim.py',
+        'was_idle=closed and claimed.previous_state is LeaseState.IDLE',
+        'was_idle=False',
+        RECOVERY,
+    ),
+    # A turn may go on after it paused
+    Mutant(
+        'a turn that paused is not parked',
+        'turns/running.py',
+        'self._move(turn, LeaseState.PARKED)',
+        'pass',
+        TURN,
+    ),
+    Mutant(
+        'a parked lease does not run again',
+        'turns/task_store.py',
+        'await self._turns.resume(hold)',
+        'pass',
+        TURN,
+    ),
+    # The old owner is fenced
+    Mutant(
+        'a save never looks its lease up',
+        'turns/hold.py',
+        '        await self._look_up()\n',
+        '        pass\n',
+        FENCING,
+    ),
+    Mutant(
+        'an old beat lets saves pass',
+        'replica/session.py',
+        'return not self.ended and self.silence < self._trust',
+        'return not self.ended',
+        FENCING,
+    ),
+    Mutant(
+        'a version of another is built on unasked',
+        'turns/hold.py',
+        'return prev_version == self._own_version',
+        'return True',
+        FENCING,
+    ),
+    Mutant(
+        'the loss of a session stops nothing',
+        'turns/running.py',
+        '            if turn.held and turn.session is session:',
+        '            if False:',
+        FENCING,
+    ),
+    Mutant(
+        'the streams of a fenced replica end without an outcome',
+        'handler.py',
+        'async with aclosing(self._follow_turn(turn, context)) as events:\n'
+        '            async for event in events:\n'
+        '                yield event',
+        'return',
+        FENCING,
+    ),
+    Mutant(
+        'the token is not checked',
+        'stores/database.py',
+        'return and_(self._of(service, task_id), self._leases.c.token == token)',
+        'return self._of(service, task_id)',
+        STORES,
+        only='DatabaseLeaseStore and sqlite',
+    ),
+    Mutant(
+        'a claim keeps the token',
+        'stores/database.py',
+        '(leases.c.token, leases.c.token + 1),',
+        '(leases.c.token, leases.c.token),',
+        STORES,
+        only='DatabaseLeaseStore and sqlite',
+    ),
+    # A terminal state never changes
+    Mutant(
+        'a terminal state is written over',
+        'turns/hold.py',
+        'or prev_version == self._final_version',
+        'or False',
+        TURN,
+    ),
+    # One abandonment, one outcome
+    Mutant(
+        'FAILED is written without its event',
+        'recovery/recovery.py',
+        'await manager.save_task_event(event)\n',
+        'task.status.CopyFrom(event.status)\n'
+        '        await self._task_store.save(task, event=None, prev=task, '
+        'prev_version=manager.current_version, '
+        'context=with_hold(self._codec.load(lease.call_context), claim))\n',
+        RECOVERY,
+    ),
+    Mutant(
+        'FAILED is not pushed',
+        'recovery/recovery.py',
+        'await self._push.send_outcome(lease.task_id, event)',
+        'pass',
+        RECOVERY,
+    ),
+    Mutant(
+        'what had settled is not pushed again',
+        'recovery/recovery.py',
+        'await self._push.send_outcome(lease.task_id, outcome_event(task))',
+        'pass',
+        RECOVERY,
+    ),
+    Mutant(
+        'an exception of the agent is not pushed',
+        'turns/running.py',
+        'await self.push.send_outcome(task.id, outcome)',
+        'pass',
+        TURN,
+    ),
+    Mutant(
+        'a deleted task is made again',
+        'recovery/recovery.py',
+        'if claim.lease.task_stored or self._push_config_store is None:',
+        'if self._push_config_store is None:',
+        RECOVERY,
+    ),
+    Mutant(
+        'more are recovered at once than the limit says',
+        'recovery/recovery.py',
+        'limit=room,',
+        'limit=1000,',
+        RECOVERY,
+    ),
+    # The living are not declared dead
+    Mutant(
+        'others are judged without an own beat',
+        'replica/heartbeat.py',
+        'if beat is Beat.RENEWED:\n            now',
+        'if True:\n            now',
+        HEARTBEAT,
+    ),
+    Mutant(
+        'time that nobody watched counts',
+        'replica/watcher.py',
+        'seen.silence += min(\n'
+        '                now - seen.looked_at, '
+        '2 * self._settings.sweep_interval\n            )',
+        'seen.silence += now - seen.looked_at',
+        WATCHER,
+    ),
+    Mutant(
+        'wall clocks are compared',
+        'replica/watcher.py',
+        'if seen.silence > max(self._settings.ttl, session.ttl):',
+        'if session.expires_at.timestamp() < __import__("time").time():',
+        WATCHER,
+    ),
+    Mutant(
+        "another replica's longer time to live is not respected",
+        'replica/watcher.py',
+        'max(self._settings.ttl, session.ttl)',
+        'self._settings.ttl',
+        WATCHER,
+    ),
+    Mutant(
+        'a session is fenced whatever its counter says',
+        'stores/database.py',
+        'self._sessions.c.beat == beat\n',
+        'self._sessions.c.beat >= 0\n',
+        STORES,
+        only='DatabaseLeaseStore and sqlite',
+    ),
+    Mutant(
+        'fencing queues behind a lock',
+        'stores/dialect.py',
+        "await connection.execute(text('PRAGMA busy_timeout = 50'))",
+        "await connection.execute(text('PRAGMA busy_timeout = 60000'))",
+        ('tests/stores/test_database.py',),
+    ),
+    Mutant(
+        'a session that ended is renewed',
+        'stores/database.py',
+        '                sessions.c.id == session_id,\n'
+        '                sessions.c.state == SessionState.OPEN.value,\n'
+        '            )\n            .values(beat=',
+        '                sessions.c.id == session_id,\n'
+        '            )\n            .values(beat=',
+        STORES,
+        only='DatabaseLeaseStore and sqlite',
+    ),
+    Mutant(
+        'one failed beat is taken for the loss of the session',
+        'replica/heartbeat.py',
+        'return Beat.UNKNOWN\n        if renewal is None:',
+        'renewal = None\n        if renewal is None:',
+        HEARTBEAT,
+    ),
+    Mutant(
+        'a beat without an answer is awaited for ever',
+        'replica/heartbeat.py',
+        '{task}, timeout=self._settings.beat_timeout',
+        '{task}, timeout=None',
+        HEARTBEAT,
+    ),
+    Mutant(
+        'a fork takes a transaction along',
+        'replica/heartbeat.py',
+        'if heartbeat.in_round.acquire(timeout=_LONGEST_ROUND):',
+        'if False:',
+        HEARTBEAT,
+        only='fork and sqlite',
+    ),
+    # Saves outlast outages
+    Mutant(
+        'a save that landed is doubled',
+        'turns/saving.py',
+        'return stored.version.is_after(prev_version) and _content(',
+        'return False and _content(',
+        OUTAGES,
+    ),
+    Mutant(
+        'a lost connection ends the turn',
+        'turns/saving.py',
+        'if not is_outage(error) or met == tries:\n                raise\n'
+        '            logger.warning(',
+        'if True:\n                raise\n            logger.warning(',
+        OUTAGES,
+    ),
+    Mutant(
+        'a lost connection ends a subscription',
+        'turns/event_stream.py',
+        'if not is_outage(error):',
+        'if True:',
+        OUTAGES,
+    ),
+    Mutant(
+        "the flush of a user's answer ends a subscription",
+        'turns/event_stream.py',
+        'if known and _is_flush(event):',
+        'if False:',
+        ('tests/conversations',),
+        only='pause and answered and JSONRPC',
+    ),
+    # One turn at a time
+    Mutant(
+        'a running lease is acquired',
+        'stores/database.py',
+        'or_(leases.c.state.in_(_ACQUIRABLE), ~holder_lives),\n',
+        '',
+        STORES,
+        only='DatabaseLeaseStore and sqlite',
+    ),
+    Mutant(
+        'a message that waited too long is delivered',
+        'turns/admission.py',
+        '            if left <= 0:\n                break',
+        '            if left <= 0:\n                return lease',
+        ADMISSION,
+    ),
+    Mutant(
+        'a message that names its task only gets a new context',
+        'handler.py',
+        'if not message.task_id or message.context_id:',
+        'if True:',
+        ADMISSION,
+    ),
+    # Attempts count crashes
+    Mutant(
+        'an orderly shutdown counts as a crash',
+        'stores/database.py',
+        'lease.state is LeaseState.RUNNING and how is not SessionState.CLOSED',
+        'lease.state is LeaseState.RUNNING',
+        STORES,
+        only='DatabaseLeaseStore and sqlite',
+    ),
+    Mutant(
+        "the claimer's own death counts as a crash",
+        'stores/database.py',
+        'leases.c.state == LeaseState.RUNNING.value,\n'
+        '                leases.c.session_id.in_(crashed_in),',
+        'leases.c.session_id.in_(crashed_in),',
+        STORES,
+        only='DatabaseLeaseStore and sqlite',
+    ),
+    # Owners stay owners
+    Mutant(
+        "recovery acts without the owner's context",
+        'recovery/recovery.py',
+        'context = with_hold(self._codec.load(lease.call_context), claim)\n'
+        '        manager',
+        'context = with_hold(__import__("a2a.server.context").server.context'
+        '.ServerCallContext(), claim)\n        manager',
+        RECOVERY,
+    ),
+    Mutant(
+        'an owner that does not survive is found out in a crash',
+        'handler.py',
+        'raise InternalError(message=str(error)) from error',
+        "kept, owner = b'{}', ''",
+        ADMISSION,
+    ),
+    # Cancels
+    Mutant(
+        'a cancel through another replica is not told',
+        'handler.py',
+        'if await self.lease_store.request_cancel(self.service, task.id):',
+        'if False:',
+        CANCEL,
+    ),
+    Mutant(
+        'a cancel waits for an agent that ignores it',
+        'handler.py',
+        'await asyncio.wait({call}, timeout=self.settings.stop_timeout)\n'
+        '        finally:\n            # It waits',
+        'await asyncio.wait({call})\n        finally:\n            # It waits',
+        CANCEL,
+    ),
+    # Shutdown
+    Mutant(
+        'beats stop when the draining begins',
+        'handler.py',
+        'self._admission.close()\n        if not self._replica.started:',
+        'self._admission.close()\n'
+        '        await self._replica.close(timeout=1)\n'
+        '        if not self._replica.started:',
+        ('tests/processes/test_shutdown.py',),
+        only='in_time and sqlite',
+    ),
+    Mutant(
+        'SIGTERM does not begin the draining',
+        'shutdown.py',
+        'self._loop.call_soon_threadsafe(self._begin)',
+        'pass',
+        ('tests/processes/test_shutdown.py',),
+        only='within_a_sweep and sqlite',
+    ),
+    Mutant(
+        'a turn that does not stop is handed over',
+        'handler.py',
+        '        if not stuck:\n',
+        '        if True:\n',
+        ('tests/processes/test_shutdown.py',),
+        only='does_not_stop and sqlite',
+    ),
+]
