@@ -275,7 +275,6 @@ class Talk:
         response = await self._noting(f'send {text}', call())
         if response is not None and response.HasField('task'):
             self.last = response.task
-        assert self.last is not None or response is None or True
         return self.last
 
     async def stream(self, text: str, *, at: int = 0, **rest: Any) -> Task:

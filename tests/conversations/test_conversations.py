@@ -1,4 +1,4 @@
-"""The leased handler is the plain one, but for what the plain one does wrong."""
+"""The leased handler is the plain one, but for what that does wrong."""
 
 from __future__ import annotations
 

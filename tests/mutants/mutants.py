@@ -46,8 +46,10 @@ MUTANTS = [
     Mutant(
         'the lease goes while the agent goes on',
         'turns/running.py',
-        'if turn.ending is None or turn.loss is not None:',
-        'if turn.loss is not None:',
+        'if turn.ending in (Ending.RAISED, Ending.CANCELED):\n'
+        '                    self.conclude(turn)',
+        'if turn.settled_for_good:\n'
+        '                    self._let_go(turn, keep_token=False)',
         TURN,
     ),
     Mutant(
@@ -294,8 +296,8 @@ MUTANTS = [
     Mutant(
         'a fork takes a transaction along',
         'replica/heartbeat.py',
-        'if heartbeat.in_round.acquire(timeout=_LONGEST_ROUND):',
-        'if False:',
+        'if heartbeat.in_round.acquire(timeout=_LONGEST_ROUND)',
+        'if False',
         HEARTBEAT,
         only='fork and sqlite',
     ),

@@ -186,13 +186,13 @@ class Cluster:
         self.replicas[number].kill()
 
     def stop(self, number: int) -> None:
-        self.replicas[number].signal(signal.SIGSTOP)
+        self.replicas[number].send_signal(signal.SIGSTOP)
 
     def go_on(self, number: int) -> None:
-        self.replicas[number].signal(signal.SIGCONT)
+        self.replicas[number].send_signal(signal.SIGCONT)
 
     def terminate(self, number: int) -> None:
-        self.replicas[number].signal(signal.SIGTERM)
+        self.replicas[number].send_signal(signal.SIGTERM)
 
     def open_gate(self, name: str) -> None:
         (self.folder / f'gate-{name}').touch()

@@ -89,7 +89,7 @@ class CommandedAgent(AgentExecutor):
             log.write(f'{line}\n')
 
     async def execute(self, context, event_queue) -> None:
-        task_id, context_id = context.task_id, context.context_id
+        task_id = context.task_id
         self._log(f'began {current_lease().attempt}', task_id)
         try:
             for line in context.get_user_input().splitlines():

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -17,6 +16,7 @@ import httpx
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 class ServerProcess:
@@ -123,13 +123,13 @@ class ServerProcess:
             pass
         raise RuntimeError(f'{self.name} does not serve:\n{self.log_tail()}')
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Sends it a signal."""
         self._running().send_signal(number)
 
     def kill(self) -> None:
         """Ends it by SIGKILL, as the kernel does when memory runs out."""
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self._running().wait()
 
     async def ended(self, *, timeout: float = 60.0) -> int:

@@ -28,8 +28,8 @@ def without_sweep(inner: LeaseStore) -> LeaseStore:
         del self
         return without_sweep(inner.detached())
 
-    def delegate(name: str) -> Any:  # noqa: ANN401
-        def method(self: LeaseStore, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+    def delegate(name: str) -> Any:
+        def method(self: LeaseStore, *args: Any, **options: Any) -> Any:
             del self
             return getattr(inner, name)(*args, **options)
 

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 from a2a.server.agent_execution import AgentExecutor
-from a2a.server.cluster import (
-    DatabaseTaskEventStream,
-    VersionedDatabaseTaskStore,
-)
+from a2a.server.cluster.database_event_stream import DatabaseTaskEventStream
+from a2a.server.cluster.database_task_store import VersionedDatabaseTaskStore
 from a2a.server.routes import create_agent_card_routes, create_jsonrpc_routes
-from a2a.server.tasks import (
-    BasePushNotificationSender,
+from a2a.server.tasks import BasePushNotificationSender, TaskUpdater
+from a2a.server.tasks.database_push_notification_config_store import (
     DatabasePushNotificationConfigStore,
-    TaskUpdater,
 )
 from a2a.types.a2a_pb2 import (
     AgentCapabilities,

@@ -24,7 +24,6 @@ from a2a.types.a2a_pb2 import (
 )
 from google.protobuf.json_format import ParseDict
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from a2a.client import Client
+    from starlette.requests import Request
 
     from a2a_lease.demo.processes import ServerProcess
     from a2a_lease.demo.report import Report
@@ -100,7 +100,7 @@ class Webhook:
         return Response()
 
 
-def ask(text: str, *, task: Task | None = None, push_to: str = '') -> Any:  # noqa: ANN401
+def ask(text: str, *, task: Task | None = None, push_to: str = '') -> Any:
     """Makes a message to the agent."""
     request = SendMessageRequest(
         message=Message(

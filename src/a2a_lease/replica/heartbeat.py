@@ -410,9 +410,11 @@ _paused: list[Heartbeat] = []
 def _pause() -> None:
     # A child that was forked within a transaction would take the lock of an
     # SQLite file along, and nobody could ever free it there.
-    for heartbeat in list(_living):
-        if heartbeat.in_round.acquire(timeout=_LONGEST_ROUND):
-            _paused.append(heartbeat)
+    _paused.extend(
+        heartbeat
+        for heartbeat in list(_living)
+        if heartbeat.in_round.acquire(timeout=_LONGEST_ROUND)
+    )
 
 
 def _go_on() -> None:

@@ -283,7 +283,8 @@ class DatabaseLeaseStore(LeaseStore):
         try:
             return await self._transaction(fence, tries=1)
         except DBAPIError as error:
-            if is_locked(error):
+            # A deadlock with a beat shows that it beats.
+            if is_locked(error) or is_contention(error):
                 return False
             raise
 
@@ -372,10 +373,18 @@ class DatabaseLeaseStore(LeaseStore):
     async def prune_sessions(self, service: str, *, older_than: float) -> int:
         """Deletes sessions that are done and ended long ago."""
         sessions = self._sessions
+        rows = await self._read(
+            select(sessions.c.id).where(
+                sessions.c.service == service,
+                sessions.c.done.is_(True),
+                sessions.c.ended_at <= self._dialect.now - older_than,
+            )
+        )
+        if not rows:
+            return 0
+        # By primary key: a delete that scans locks rows that others beat on.
         pruning = delete(sessions).where(
-            sessions.c.service == service,
-            sessions.c.done.is_(True),
-            sessions.c.ended_at <= self._dialect.now - older_than,
+            sessions.c.id.in_([row.id for row in rows])
         )
 
         async def prune(connection: AsyncConnection) -> int:
@@ -677,7 +686,9 @@ class DatabaseLeaseStore(LeaseStore):
         leases, sessions = self._leases, self._sessions
         if ended is not None:
             rows = await self._read(
-                select(sessions.c.id, sessions.c.state).where(
+                select(
+                    sessions.c.id.label('session_id'), sessions.c.state
+                ).where(
                     sessions.c.id.in_(list(ended)),
                     sessions.c.state != SessionState.OPEN.value,
                 )
@@ -697,8 +708,10 @@ class DatabaseLeaseStore(LeaseStore):
                 )
             )
         return {
-            session_id: SessionState(state) if state is not None else None
-            for session_id, state in rows
+            row.session_id: (
+                SessionState(row.state) if row.state is not None else None
+            )
+            for row in rows
         }
 
     async def reclaim(

@@ -505,9 +505,8 @@ class LeaseStoreConformance:
                 empty = 0 if claimed else empty + 1
             return mine
 
-        all_claimed = sum(
-            await asyncio.gather(*(claim_all(c) for c in claimers)), []
-        )
+        parts = await asyncio.gather(*(claim_all(c) for c in claimers))
+        all_claimed = [task_id for part in parts for task_id in part]
         assert sorted(all_claimed) == [f'task {n:02}' for n in range(count)]
         for lease in await store.leases(SERVICE):
             assert lease.token == 2  # noqa: PLR2004
