@@ -70,6 +70,7 @@ def notice(mutant: Mutant) -> str | None:
                 '-x',
                 '-q',
                 '-n0',
+                '--timeout=40',
                 '--tb=no',
                 *(['-k', mutant.only] if mutant.only else []),
                 *mutant.tests,

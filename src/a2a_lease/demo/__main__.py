@@ -22,7 +22,7 @@ SETTINGS = {
     'sweep_interval': 0.5,
     'drain_timeout': 5.0,
 }
-PATIENCE = 20.0
+PATIENCE = 12.0
 """Seconds after which what was not seen counts as missed."""
 
 

