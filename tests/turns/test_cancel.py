@@ -100,9 +100,14 @@ async def test_a_cancel_returns_though_the_agent_ignores_it(service: Service):
 
     replica = await service.replica(stubborn)
     task, sending = await _start(replica)
-    canceled = await replica.handler.on_cancel_task(
-        CancelTaskRequest(id=task.id), call()
-    )
+    try:
+        async with asyncio.timeout(15):
+            canceled = await replica.handler.on_cancel_task(
+                CancelTaskRequest(id=task.id), call()
+            )
+    except TimeoutError:
+        release.set()
+        raise
     assert canceled.status.state == CANCELED
     assert (await sending).status.state == CANCELED
     assert replica.pushes.states(task.id).count(CANCELED) == 1
