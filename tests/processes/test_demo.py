@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import uuid
-
 from pathlib import Path
 
 import pytest

@@ -333,12 +333,13 @@ async def test_more_than_the_limit_are_recovered_in_rounds(service: Service):
     replica = await service.replica(_nothing, settings=settings)
     dead = await Dead(service).open(replica)
     at_once = most = 0
+    gate = asyncio.Event()
 
     async def count(task_id, event):
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
-        await asyncio.sleep(0.01)
+        await gate.wait()
         at_once -= 1
 
     replica.pushes.before_send = count
@@ -346,6 +347,14 @@ async def test_more_than_the_limit_are_recovered_in_rounds(service: Service):
         await dead.store(f't {number}', WORKING)
         await dead.lease(f't {number}')
     await dead.die()
+
+    async def two_at_once():
+        return at_once >= 2
+
+    await until(two_at_once)
+    # Whoever took more would have by now: several sweeps.
+    await asyncio.sleep(4 * SETTINGS.sweep_interval)
+    gate.set()
     await _settled(service)
     assert most == 2
     for number in range(9):

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from a2a.server.cluster import (
     ConcurrentTaskModificationError,
     DatabaseTaskEventStream,
@@ -30,6 +28,7 @@ from a2a.types.a2a_pb2 import (
 from a2a.utils.errors import UnsupportedOperationError
 from sqlalchemy.exc import InterfaceError
 from sqlalchemy.ext.asyncio import create_async_engine
+
 from support.inprocess import (
     AUTH_REQUIRED,
     CANCELED,

@@ -235,3 +235,26 @@ class _PgError(Exception):
 )
 def test_an_outage_is_told_from_an_error_that_stays(error, passes):
     assert is_outage(error) is passes
+
+
+async def test_a_stream_can_be_ended_though_its_driver_hides_the_cancel():
+    """A cancelled query may come back as a lost connection."""
+    from a2a_lease.turns.following import Pump
+
+    hidden = asyncio.Event()
+
+    async def stream():
+        while True:
+            try:
+                await asyncio.sleep(0.05 if hidden.is_set() else 60)
+            except asyncio.CancelledError:
+                if hidden.is_set():
+                    raise
+                hidden.set()
+        yield
+
+    pump = Pump(stream())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        await pump.aclose()
+    assert hidden.is_set()

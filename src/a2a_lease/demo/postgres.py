@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+
+async def _execute(folder: str, sql: str) -> None:
+    import asyncpg
+
+    connection = await asyncpg.connect(
+        host=folder, user='postgres', database='postgres'
+    )
+    try:
+        await connection.execute(sql)
+    finally:
+        await connection.close()
 
 
 class PrivatePostgres:
@@ -72,9 +86,13 @@ class PrivatePostgres:
         """
         self._made += 1
         name = f'lease_{self._made}'
-        self._server.psql(f'CREATE DATABASE {name}')
-        socket_folder = self._server.get_postmaster_info().socket_dir
-        return f'postgresql+asyncpg://postgres@/{name}?host={socket_folder}'
+        folder = str(self._server.get_postmaster_info().socket_dir)
+        # On a thread of its own, since a loop may be running on this one.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(
+                asyncio.run, _execute(folder, f'CREATE DATABASE {name}')
+            ).result()
+        return f'postgresql+asyncpg://postgres@/{name}?host={folder}'
 
     def __enter__(self) -> Self:
         self.start()

@@ -22,6 +22,7 @@ from a2a_lease.turns.call_context import with_hold
 from a2a_lease.turns.marks import is_terminal, lease_settled
 from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.push_sender import outcome_event
+from a2a_lease.turns.stopping import stop
 
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ class Recovery:
     async def stop(self, *, timeout: float) -> None:
         """Claims nothing more, and lets what is under way come to its end."""
         if self._round is not None:
-            self._round.cancel()
-            await asyncio.wait({self._round})
+            await stop({self._round})
             self._round = None
         if self._working:
             await asyncio.wait(set(self._working), timeout=timeout)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from a2a.types.a2a_pb2 import Message, Task, TaskStatusUpdateEvent
 
 from a2a_lease.turns.marks import INTERRUPTED, TERMINAL, is_terminal
+from a2a_lease.turns.stopping import stop
 
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ class Pump(Generic[_T]):
 
     async def aclose(self) -> None:
         """Ends the source."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await stop({self._task})
         if not self._task.cancelled():
             self._task.exception()
 

@@ -132,7 +132,8 @@ class Turn(Hold):
     def read(self, version: TaskVersion, *, terminal: bool) -> None:
         """Notes what the execution just read from the task store."""
         super().read(version, terminal=terminal)
-        if self.loss is None:
+        # A terminal state of somebody else's is still to be told.
+        if self.loss is None and not terminal:
             self.seen_version = version
 
     def wrote(self, version: TaskVersion, *, terminal: bool) -> None:
