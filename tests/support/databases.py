@@ -23,6 +23,10 @@ class PrivateMariaDB:
         self._folder = tempfile.TemporaryDirectory(prefix='a2a-lease-my-')
         self._data = Path(self._folder.name) / 'data'
         self.socket = Path(self._folder.name) / 'socket'
+        # Its own: a server that starts deletes the temporary tables that it
+        # finds, and those of other servers may be in use.
+        self._temporary = Path(self._folder.name) / 'tmp'
+        self._temporary.mkdir()
         self._process: subprocess.Popen[bytes] | None = None
         self._made = 0
 
@@ -39,6 +43,7 @@ class PrivateMariaDB:
                     'mariadb-install-db',
                     '--no-defaults',
                     f'--datadir={self._data}',
+                    f'--tmpdir={self._temporary}',
                     '--auth-root-authentication-method=normal',
                     '--skip-test-db',
                 ],
@@ -52,6 +57,7 @@ class PrivateMariaDB:
                 '--no-defaults',
                 '--user=root',
                 f'--datadir={self._data}',
+                f'--tmpdir={self._temporary}',
                 f'--socket={self.socket}',
                 f'--pid-file={self._folder.name}/pid',
                 '--skip-networking',
