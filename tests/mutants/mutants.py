@@ -373,6 +373,14 @@ MUTANTS = [
         STORES,
         only='DatabaseLeaseStore and sqlite',
     ),
+    Mutant(
+        'whoever held a freed lease takes it up again',
+        'stores/database.py',
+        'held = and_(held, self._leases.c.session_id.is_not(None))',
+        'pass',
+        STORES,
+        only='DatabaseLeaseStore and sqlite',
+    ),
     # Owners stay owners
     Mutant(
         "recovery acts without the owner's context",

@@ -535,10 +535,13 @@ class DatabaseLeaseStore(LeaseStore):
         values: dict[str, Any] = {'state': state.value}
         if state is LeaseState.FREE:
             values['session_id'] = null()
+        held = self._with(service, task_id, token)
+        if state is not LeaseState.FREE:
+            # A parked lease keeps its token when its session dies; whoever
+            # held it must not take it up again.
+            held = and_(held, self._leases.c.session_id.is_not(None))
         return await self._changes(
-            update(self._leases)
-            .where(self._with(service, task_id, token))
-            .values(values)
+            update(self._leases).where(held).values(values)
         )
 
     async def release(self, service: str, task_id: str, *, token: int) -> bool:

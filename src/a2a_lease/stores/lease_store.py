@@ -178,10 +178,11 @@ class LeaseStore(ABC):
     ) -> bool:
         """Changes the state of a lease.
 
-        Moving it to `FREE` takes it from its session.
+        Moving it to `FREE` takes it from its session. Out of `FREE` it comes
+        by `acquire` only: whoever held it may have lost it meanwhile.
 
         Returns:
-            Whether the token was the current one.
+            Whether the token was the current one, and the lease is held.
         """
 
     @abstractmethod

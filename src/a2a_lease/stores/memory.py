@@ -251,6 +251,8 @@ class InMemoryLeaseStore(LeaseStore):
             lease = self._held_with(service, task_id, token)
             if lease is None:
                 return False
+            if lease.session_id is None and state is not LeaseState.FREE:
+                return False
             self._leases[service, task_id] = dataclasses.replace(
                 lease,
                 state=state,

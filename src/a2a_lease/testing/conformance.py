@@ -343,6 +343,23 @@ class LeaseStoreConformance:
         assert await store.get(SERVICE, 'task') is None
         assert not await store.release(SERVICE, 'task', token=2)
 
+    async def test_a_freed_lease_is_not_taken_up_again(
+        self, store: LeaseStore
+    ) -> None:
+        """It keeps its token, which its late holder still knows."""
+        dead, me = await open_session(store), await open_session(store)
+        await acquire(store, dead)
+        await store.move(SERVICE, 'task', token=1, state=LeaseState.PARKED)
+        await store.fence(dead, beat=0)
+        await store.claim(SERVICE, session_id=me, limit=9, ended=[dead])
+        freed = await store.get(SERVICE, 'task')
+        assert freed is not None
+        assert freed.state is LeaseState.FREE
+        for state in LeaseState:
+            moved = await store.move(SERVICE, 'task', token=1, state=state)
+            assert moved == (state is LeaseState.FREE)
+        assert await store.get(SERVICE, 'task') == freed
+
     async def test_stored_tasks_are_noted(self, store: LeaseStore) -> None:
         """For many leases at once."""
         session_id = await open_session(store)
