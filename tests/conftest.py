@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from a2a_lease import DatabaseLeaseStore
 from support.databases import Database, PrivateMariaDB, Servers, make_database
+from support.inprocess import Service
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 
@@ -48,6 +50,16 @@ def mariadb(servers: Servers, tmp_path: Path) -> Database:
     if not PrivateMariaDB.is_installed():
         pytest.skip('mariadbd is missing')
     return make_database('mariadb', servers, tmp_path)
+
+
+@pytest.fixture
+async def service(database: Database) -> AsyncIterator[Service]:
+    engine = database.engine()
+    service = Service(engine, DatabaseLeaseStore(engine))
+    await service.leases.initialize()
+    async with service.stack:
+        yield service
+    await engine.dispose()
 
 
 def pytest_terminal_summary(

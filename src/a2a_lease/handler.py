@@ -51,6 +51,7 @@ from a2a_lease.turns.marks import is_terminal
 from a2a_lease.turns.outage import pauses
 from a2a_lease.turns.push_sender import LeasedPushSender, outcome_event
 from a2a_lease.turns.running import Turns
+from a2a_lease.turns.stopping import stop
 from a2a_lease.turns.task_store import LeasedTaskStore
 from a2a_lease.turns.turn import Turn
 
@@ -82,7 +83,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_START = 0.4
+_TRIES = 6
+"""How often tables are created before the error of it is raised."""
 _LOOK_EVERY = 2.0
 """Seconds between looks at a task whose events come from elsewhere."""
 
@@ -164,8 +166,6 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         self.settings = settings or LeaseSettings()
         self.lease_store = lease_store
         self._clock = SYSTEM_CLOCK
-        self._stored_tasks = task_store
-        self._event_stream_inner = event_stream
         self._policy = recovery or FailAbandoned()
         self._codec = context_codec or ContextCodec()
         self._owner_resolver = owner_resolver or _owner_resolver(task_store)
@@ -236,12 +236,12 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 return
             self._admission.refuse_if_closed()
             for part in (
-                self._stored_tasks,
-                self._event_stream_inner,
+                self._tasks.inner,
+                self._events.inner,
                 self._push_configs,
-                self.lease_store,
             ):
                 await _initialize(part)
+            await self.lease_store.initialize()
             recovery = Recovery(
                 turns=self._turns,
                 replica=self._replica,
@@ -380,9 +380,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                     return result
         finally:
             lost.cancel()
-            if not call.done():
-                call.cancel()
-                await asyncio.wait({call})
+            await stop({call})
             if not call.cancelled():
                 call.exception()
         if turn.refusal is not None:
@@ -665,12 +663,12 @@ async def _initialize(part: object) -> None:
     initialize = getattr(part, 'initialize', None)
     if initialize is None:
         return
-    for pause in pauses():
+    for number, pause in enumerate(pauses(), start=1):
         try:
             await initialize()
             return
         except DBAPIError as error:
-            if error.connection_invalidated or pause > _LONGEST_START:
+            if error.connection_invalidated or number == _TRIES:
                 raise
             logger.debug('Creating tables again.', exc_info=True)
         await asyncio.sleep(pause)

@@ -332,6 +332,22 @@ MUTANTS = [
         ('tests/conversations',),
         only='pause and answered and JSONRPC',
     ),
+    Mutant(
+        'a beat on SQLite waits for the write lock as long as the server',
+        'stores/database.py',
+        "event.listen(engine.sync_engine, 'connect', _wait_briefly)",
+        'pass',
+        ('tests/stores/test_database.py',),
+        only='gives_up_the_write_lock',
+    ),
+    Mutant(
+        'a client waits for ever for a task that never was',
+        'handler.py',
+        'await stop({call})',
+        'call.cancel(); await asyncio.wait({call})',
+        FENCING,
+        only='never_was and sqlite',
+    ),
     # One turn at a time
     Mutant(
         'a running lease is acquired',

@@ -520,13 +520,17 @@ async def test_the_task_manager_saves_on_the_version_it_read(plain):
     """`Recovery` writes its outcome through it."""
     replica = await plain(_ask)
     task = await replica.send()
-    manager = TaskManager(
-        task_store=replica.inner,
-        context=call(),
-        task_id=task.id,
-        context_id=None,
-        initial_message=None,
-    )
+
+    def made() -> TaskManager:
+        return TaskManager(
+            task_store=replica.inner,
+            context=call(),
+            task_id=task.id,
+            context_id=None,
+            initial_message=None,
+        )
+
+    manager = made()
     read = await manager.get_task()
     before = manager.current_version
     event = TaskStatusUpdateEvent(
@@ -540,13 +544,7 @@ async def test_the_task_manager_saves_on_the_version_it_read(plain):
     stored = await replica.inner.get(task.id, call())
     assert stored.task.metadata['a2a_lease']['reason'] == 'x'
     # Somebody else wrote in between.
-    manager = TaskManager(
-        task_store=replica.inner,
-        context=call(),
-        task_id=task.id,
-        context_id=None,
-        initial_message=None,
-    )
+    manager = made()
     read = await manager.get_task()
     await replica.inner.save(
         read,

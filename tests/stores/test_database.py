@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import event, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from a2a_lease import (
@@ -239,6 +240,36 @@ async def test_what_cannot_be_stored_is_said(store: DatabaseLeaseStore):
     lease = await acquire(store, session_id, call_context=large)
     stored = await store.get(SERVICE, lease.task_id)
     assert stored.call_context == large
+
+
+async def test_a_beat_on_sqlite_gives_up_the_write_lock_by_itself(tmp_path):
+    """What is given up runs to its end there, and would pile up."""
+    engine = create_async_engine(f'sqlite+aiosqlite:///{tmp_path}/x.db')
+    store = DatabaseLeaseStore(engine)
+    session_id = await open_session(store)
+    detached = store.detached()
+    assert await detached.renew(session_id) is not None
+    tries = []
+    event.listen(
+        detached._engine.sync_engine,
+        'before_cursor_execute',
+        lambda *call: tries.append(call[2]),
+    )
+    async with engine.connect() as connection:
+        before = await connection.scalar(text('PRAGMA busy_timeout'))
+        await connection.execute(text('BEGIN IMMEDIATE'))
+        with pytest.raises(OperationalError, match='locked'):
+            await detached.renew(session_id)
+        await connection.rollback()
+        # The server's own connections wait as they did.
+        assert await connection.scalar(text('PRAGMA busy_timeout')) == before
+    assert len(tries) == 1
+    async with detached._engine.connect() as connection:
+        wait = await connection.scalar(text('PRAGMA busy_timeout'))
+    assert wait < before
+    assert await detached.renew(session_id) is not None
+    await detached.close()
+    await engine.dispose()
 
 
 async def test_a_canceled_write_on_sqlite_keeps_no_lock(tmp_path):

@@ -13,6 +13,7 @@ from a2a.types.a2a_pb2 import (
     TaskArtifactUpdateEvent,
     TaskStatusUpdateEvent,
 )
+from a2a.utils.errors import TaskNotFoundError
 
 from a2a_lease import current_lease
 from a2a_lease.model import SessionState
@@ -126,6 +127,27 @@ async def test_a_fenced_replica_lives_on_under_a_new_session(
     states = {s.id: s.state for s in await service.leases.sessions()}
     assert states.pop(lease.session_id) is SessionState.FENCED
     assert list(states.values()) == [SessionState.OPEN]
+
+
+async def test_a_client_is_answered_though_its_task_never_was(
+    service: Service,
+):
+    """The SDK hides the cancellation of its wait, and waits on for a task."""
+    begun = asyncio.Event()
+
+    async def silent(desk: Desk) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    old = await service.replica(silent)
+    sending = asyncio.ensure_future(
+        old.handler.on_message_send(message(), call())
+    )
+    await begun.wait()
+    [lease] = await service.leases.leases()
+    await _fence(service, lease.session_id)
+    with pytest.raises(TaskNotFoundError):
+        await asyncio.wait_for(sending, 30)
 
 
 async def test_the_streams_of_a_fenced_replica_end_with_the_outcome(

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Generator
 
     from starlette.applications import Starlette
 
 
 class _Server(uvicorn.Server):
-    def capture_signals(self):  # noqa: ANN202
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
         # The signals are for the process that this server is a part of.
-        from contextlib import nullcontext
-
-        return nullcontext()
+        yield
 
 
 @asynccontextmanager

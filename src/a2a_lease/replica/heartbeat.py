@@ -98,7 +98,6 @@ class Heartbeat:
         self._abandoned: set[asyncio.Task[object]] = set()
         self._notices = 0
         self._looked_at = float('-inf')
-        self._pruned_at = float('-inf')
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._stopping = False

@@ -13,6 +13,7 @@ from sqlalchemy import (
     and_,
     case,
     delete,
+    event,
     exists,
     insert,
     literal,
@@ -171,6 +172,11 @@ class DatabaseLeaseStore(LeaseStore):
         store = DatabaseLeaseStore(
             engine, create_table=False, table_prefix=self._prefix
         )
+        if self._dialect.name == 'sqlite':
+            # What is given up runs to its end there: a beat must not wait
+            # for the write lock for longer than it is waited for itself.
+            event.listen(engine.sync_engine, 'connect', _wait_briefly)
+            store._tries = 1
         store._owns_engine = True
         store._initialized = self._initialized
         return store

@@ -34,11 +34,6 @@ def is_terminal(task: Task) -> bool:
     return task.status.state in TERMINAL
 
 
-def is_interrupted(task: Task) -> bool:
-    """Whether the task waits for its user."""
-    return task.status.state in INTERRUPTED
-
-
 _INTERRUPTED_NAMES = frozenset(TaskState.Name(state) for state in INTERRUPTED)
 
 
