@@ -157,7 +157,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 "of each other's tasks through it. Use "
                 'DatabaseTaskEventStream of a2a.server.cluster.'
             )
-        self.service = service or agent_card.name
+        self.service = (service or agent_card.name).strip()
         if not self.service:
             raise LeaseConfigurationError(
                 'The agent card has no name; pass service=, which tells the '

@@ -450,6 +450,36 @@ MUTANTS = [
         only='within_a_sweep and sqlite',
     ),
     Mutant(
+        'a replica that drains takes new messages',
+        'handler.py',
+        '    async def _drain(self, timeout: float | None) -> None:\n'
+        '        self._admission.close()\n',
+        '    async def _drain(self, timeout: float | None) -> None:\n',
+        ('tests/turns/test_drain.py',),
+    ),
+    Mutant(
+        'a free lease is handed over',
+        'stores/database.py',
+        "            {'session_id': session_id},\n"
+        '            self._leases.c.session_id.is_not(None),\n',
+        "            {'session_id': session_id},\n",
+        STORES,
+    ),
+    Mutant(
+        'a replica that starts gives up at once',
+        'replica/heartbeat.py',
+        'if not left or self._stopping:',
+        'if True:',
+        HEARTBEAT,
+    ),
+    Mutant(
+        'a start whose answer was lost leaves a session behind',
+        'replica/heartbeat.py',
+        'self._opening or LiveSession(',
+        'LiveSession(',
+        HEARTBEAT,
+    ),
+    Mutant(
         'a turn that does not stop is handed over',
         'handler.py',
         '        if not stuck:\n',

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -26,15 +27,17 @@ ROOT = Path(__file__).parent.parent.parent
 def main(words: list[str]) -> int:
     chosen = [m for m in MUTANTS if all(word in m.name for word in words)]
     survivors = []
-    for number, mutant in enumerate(chosen, start=1):
-        noticed = notice(mutant)
-        print(
-            f'{number:3}/{len(chosen)}  {mutant.name}\n'
-            f'         {noticed or "SURVIVED"}',
-            flush=True,
-        )
-        if noticed is None:
-            survivors.append(mutant)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for number, (mutant, noticed) in enumerate(
+            zip(chosen, threads.map(notice, chosen), strict=True), start=1
+        ):
+            print(
+                f'{number:3}/{len(chosen)}  {mutant.name}\n'
+                f'         {noticed or "SURVIVED"}',
+                flush=True,
+            )
+            if noticed is None:
+                survivors.append(mutant)
     print(f'\n{len(chosen) - len(survivors)} of {len(chosen)} were noticed.')
     for mutant in survivors:
         print(f'Survived: {mutant.name}')

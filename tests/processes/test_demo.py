@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -26,6 +27,14 @@ class Demo:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # Whatever the test came to: a thread may still read what it says.
+        self.process.kill()
+        assert await self.leaves_nothing()
 
     async def until_says(self, text: str) -> None:
         def read() -> None:
@@ -65,50 +74,55 @@ class Demo:
 
 @pytest.mark.parametrize('database', ['sqlite', 'postgresql'])
 async def test_it_shows_what_must_be_seen(database: str):
-    demo = Demo('--database', database)
-    code, out = await demo.ends()
-    assert code == 0, out
-    assert 'SIGKILL to replica A' in out
-    assert 'Missed' not in out
-    assert await demo.leaves_nothing()
+    async with Demo('--database', database) as demo:
+        code, out = await demo.ends()
+        assert code == 0, out
+        assert 'SIGKILL to replica A' in out
+        assert 'Missed' not in out
+        assert await demo.leaves_nothing()
 
 
 async def test_it_says_what_is_missed_without_the_sweep():
-    demo = Demo('--sabotage')
-    code, out = await demo.ends()
-    assert code == 1, out
-    assert 'Missed: the webhook is told FAILED, once' in out
-    assert out.count('Missed:') == 3
-    assert await demo.leaves_nothing()
+    async with Demo('--sabotage') as demo:
+        code, out = await demo.ends()
+        assert code == 1, out
+        assert 'Missed: the webhook is told FAILED, once' in out
+        assert out.count('Missed:') == 3
+        assert await demo.leaves_nothing()
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    'moment', ['Three replicas', 'is paused on A', 'SIGKILL to', 'seen:']
+    ('moment', 'number'),
+    [
+        ('Three replicas', signal.SIGTERM),
+        ('is paused on A', signal.SIGINT),
+        ('SIGKILL to', signal.SIGINT),
+        ('seen:', signal.SIGTERM),
+    ],
 )
 async def test_an_interrupt_leaves_nothing(moment: str, number: signal.Signals):
-    demo = Demo()
-    await demo.until_says(moment)
-    demo.process.send_signal(number)
-    code, out = await demo.ends()
-    assert code == 130, out
-    assert 'Traceback' not in out
-    assert await demo.leaves_nothing()
+    async with Demo() as demo:
+        await demo.until_says(moment)
+        demo.process.send_signal(number)
+        code, out = await demo.ends()
+        assert code == 130, out
+        assert 'Traceback' not in out
+        assert await demo.leaves_nothing()
 
 
 async def test_even_its_own_death_leaves_nothing():
-    demo = Demo()
-    await demo.until_says('works on A')
-    demo.process.kill()
-    await demo.ends()
-    assert await demo.leaves_nothing()
+    async with Demo() as demo:
+        await demo.until_says('works on A')
+        demo.process.kill()
+        await demo.ends()
+        assert await demo.leaves_nothing()
 
 
 async def test_it_can_be_kept_and_says_how_to_talk_to_it():
-    demo = Demo('--keep')
-    await demo.until_says('Still up, until Ctrl-C')
-    demo.process.send_signal(signal.SIGINT)
-    code, out = await demo.ends()
-    assert code == 130, out
-    assert 'curl' in out
-    assert await demo.leaves_nothing()
+    async with Demo('--keep') as demo:
+        await demo.until_says('Still up, until Ctrl-C')
+        demo.process.send_signal(signal.SIGINT)
+        code, out = await demo.ends()
+        assert code == 130, out
+        assert 'curl' in out
+        assert await demo.leaves_nothing()

@@ -170,6 +170,27 @@ async def test_it_does_not_start_without_a_store(store):
     await replica.close(timeout=5)
 
 
+@pytest.mark.parametrize('call', ['open_session', 'renew'])
+async def test_it_starts_on_a_busy_store_with_one_session(store, call):
+    """Whether the first try landed is unknown; the same session is tried."""
+    troubled = Troubled(store)
+    tries = []
+
+    async def trouble():
+        tries.append(call)
+        if len(tries) == 1:
+            await asyncio.Event().wait()
+        if len(tries) == 2:
+            raise ConnectionResetError('lost')
+
+    troubled.state['trouble'][call] = trouble
+    replica = Replica(troubled, SETTINGS, SERVICE, listener=Ears())
+    await replica.start()
+    assert len(tries) >= 3
+    assert [s.id for s in await store.sessions()] == [replica.session.id]
+    await replica.close(timeout=5)
+
+
 @pytest.mark.parametrize('call', ['renew', 'look'])
 async def test_a_call_without_an_answer_is_given_up(store, start, call):
     troubled = Troubled(store)

@@ -235,11 +235,20 @@ async def test_what_cannot_be_stored_is_said(store: DatabaseLeaseStore):
         await acquire(store, session_id, 'x' * 300)
     with pytest.raises(LeaseError, match='owner contains a NUL'):
         await acquire(store, session_id, owner='a\0b')
+    with pytest.raises(LeaseError, match='owner is not Unicode text'):
+        await acquire(store, session_id, owner='\ud800')
+    with pytest.raises(LeaseError, match='task id ends with a space'):
+        await acquire(store, session_id, 'task ')
+    with pytest.raises(LeaseError, match='session id ends with a space'):
+        await open_session(store, 'session ')
     assert not await store.leases()
     large = b'x' * 1_000_000
-    lease = await acquire(store, session_id, call_context=large)
+    lease = await acquire(
+        store, session_id, call_context=large, owner='🦊' * 100_000
+    )
     stored = await store.get(SERVICE, lease.task_id)
     assert stored.call_context == large
+    assert stored.owner == '🦊' * 100_000
 
 
 async def test_a_beat_on_sqlite_gives_up_the_write_lock_by_itself(tmp_path):
@@ -290,3 +299,13 @@ async def test_a_canceled_write_on_sqlite_keeps_no_lock(tmp_path):
     assert await elsewhere.renew(session_id) is not None
     await engine.dispose()
     await other.dispose()
+
+
+async def test_a_label_is_made_fit(store: DatabaseLeaseStore):
+    """It is for people; a strange host name stops no replica."""
+    await store.open_session(
+        session_id='s', service=SERVICE, ttl=1.0, label='\0h\ud800' + 'x' * 300
+    )
+    [session] = await store.sessions()
+    assert session.label.startswith('h?xx')
+    assert len(session.label) == 255

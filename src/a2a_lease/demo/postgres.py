@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import tempfile
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 
@@ -24,6 +27,9 @@ async def _execute(folder: str, sql: str) -> None:
         await connection.execute(sql)
     finally:
         await connection.close()
+
+
+_STARTS = 6
 
 
 class PrivatePostgres:
@@ -69,9 +75,22 @@ class PrivatePostgres:
             with (data / 'postgresql.conf').open('a') as config:
                 for line in ('max_connections = 300', *self._settings):
                     config.write(f'{line}\n')
-            self._server.start()
+            self._patiently(self._server.start)
         else:
-            self._server.ensure_postgres_running()
+            self._patiently(self._server.ensure_postgres_running)
+
+    @staticmethod
+    def _patiently(start: Callable[[], None]) -> None:
+        # It gives a start ten seconds, which a cold disk may exceed, and then
+        # finds the server on its way.
+        for left in reversed(range(_STARTS)):
+            try:
+                start()
+                return
+            except (subprocess.SubprocessError, AssertionError):
+                if not left:
+                    raise
+            time.sleep(1.0)
 
     def stop(self) -> None:
         """Stops it; `start` goes on with the same data at the same address."""

@@ -12,6 +12,7 @@ import weakref
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from a2a_lease.errors import LeaseError
 from a2a_lease.replica.session import LiveSession
 from a2a_lease.replica.watcher import Watcher
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar('_T')
 _FIRST_RETRY = 0.02
+_TRIES_TO_JOIN = 8
+"""How often the first session is tried before the error of it is raised."""
 _KEEP_SESSIONS = 24 * 3600.0
 """Seconds for which ended sessions stay on record, for people."""
 
@@ -54,7 +57,7 @@ class Beat(Enum):
     UNKNOWN = auto()
 
 
-class _GivenUpError(Exception):
+class _GivenUpError(LeaseError):
     pass
 
 
@@ -101,6 +104,7 @@ class Heartbeat:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._stopping = False
+        self._opening: LiveSession | None = None
         self.session: LiveSession | None = None
         self.in_round = threading.Lock()
         """Held while something is under way, which a fork must not copy."""
@@ -141,8 +145,7 @@ class Heartbeat:
         self._store = self._source.detached()
         _living.add(self)
         try:
-            with self.in_round:
-                await self._open()
+            await self._join()
         except Exception as error:  # noqa: BLE001 - told to whoever starts us
             await self._close_store(self._store)
             started(error)
@@ -185,10 +188,30 @@ class Heartbeat:
 
     # The own session.
 
+    async def _join(self) -> None:
+        """Opens the first session; a busy database may need a few tries."""
+        pause = _FIRST_RETRY
+        for left in reversed(range(_TRIES_TO_JOIN)):
+            try:
+                with self.in_round:
+                    await self._open()
+                return
+            except Exception as error:
+                if not left or self._stopping:
+                    raise
+                logger.info(
+                    'Opening a session is tried again: %s',
+                    error or type(error).__name__,
+                )
+            await asyncio.sleep(pause)
+            pause = min(1.0, pause * 2)
+
     async def _open(self) -> None:
-        session = LiveSession(
+        # The same one again as long as it is unknown whether it was opened.
+        session = self._opening or LiveSession(
             uuid.uuid4().hex, trust=self._settings.trust, clock=self._clock
         )
+        self._opening = session
         await self._bounded(
             self._store.open_session(
                 session_id=session.id,
@@ -200,9 +223,10 @@ class Heartbeat:
         self._notices = 0
         sent_at = self._clock.monotonic()
         renewal = await self._bounded(self._store.renew(session.id))
+        self._opening = None
         if renewal is None:
-            raise RuntimeError(
-                f'Session {session.id} is gone as soon as it was opened.'
+            raise LeaseError(
+                f'Session {session.id} was gone as soon as it was opened.'
             )
         session.confirm(sent_at=sent_at)
         self.session = session
@@ -375,8 +399,8 @@ class Heartbeat:
         abandoned, self._store = self._store, self._source.detached()
         self._abandon(asyncio.ensure_future(self._close_store(abandoned)))
         raise _GivenUpError(
-            f'no answer for {self._settings.beat_timeout:g} s; going on with '
-            f'a new connection'
+            f'The database gave no answer for {self._settings.beat_timeout:g} '
+            f's; the next try is on a new connection.'
         )
 
     def _abandon(self, task: asyncio.Task[object]) -> None:

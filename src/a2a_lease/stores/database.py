@@ -196,14 +196,14 @@ class DatabaseLeaseStore(LeaseStore):
         """Records a new session as open."""
         now = self._dialect.now
         values = {
-            'id': _checked(session_id, 'session id'),
-            'service': _checked(service, 'service'),
+            'id': _key(session_id, 'session id'),
+            'service': _key(service, 'service'),
             'state': SessionState.OPEN.value,
             'done': False,
             'beat': 0,
             'notices': 0,
             'ttl': ttl,
-            'label': label.replace('\0', '')[:LONGEST_ID],
+            'label': _printable(label)[:LONGEST_ID],
             'started_at': now,
             'renewed_at': now,
         }
@@ -440,12 +440,9 @@ class DatabaseLeaseStore(LeaseStore):
 
     async def acquire(self, request: LeaseRequest) -> TaskLease:
         """Takes the lease on a task, in one statement."""
-        for value, what in (
-            (request.service, 'service'),
-            (request.task_id, 'task id'),
-            (request.context_id, 'context id'),
-        ):
-            _checked(value, what)
+        _key(request.service, 'service')
+        _key(request.task_id, 'task id')
+        _checked(request.context_id, 'context id')
         _checked(request.owner, 'owner', longest=None)
         lease = TaskLease(
             service=request.service,
@@ -563,14 +560,21 @@ class DatabaseLeaseStore(LeaseStore):
         await self._update_each(service, tokens, {'task_stored': True})
 
     async def _update_each(
-        self, service: str, tokens: Mapping[str, int], values: dict[str, Any]
+        self,
+        service: str,
+        tokens: Mapping[str, int],
+        values: dict[str, Any],
+        *conditions: ColumnElement[bool],
     ) -> None:
         async def work(connection: AsyncConnection) -> None:
             # By primary key, in one order, so that two cannot deadlock.
             for task_id in sorted(tokens):
                 await connection.execute(
                     update(self._leases)
-                    .where(self._with(service, task_id, tokens[task_id]))
+                    .where(
+                        self._with(service, task_id, tokens[task_id]),
+                        *conditions,
+                    )
                     .values(values)
                 )
 
@@ -757,7 +761,13 @@ class DatabaseLeaseStore(LeaseStore):
         await self.open_session(
             session_id=session_id, service=service, ttl=0.0, label='hand-over'
         )
-        await self._update_each(service, tokens, {'session_id': session_id})
+        # A free lease is nobody's; its session would never be forgotten.
+        await self._update_each(
+            service,
+            tokens,
+            {'session_id': session_id},
+            self._leases.c.session_id.is_not(None),
+        )
         await self.close_session(session_id)
 
     # For people
@@ -850,6 +860,7 @@ def _first(query: Any, key: Any) -> Any:  # noqa: ANN401
 
 
 def _checked(text: str, what: str, *, longest: int | None = LONGEST_ID) -> str:
+    """Refuses text that the database would refuse, or take for another."""
     if longest is not None and len(text) > longest:
         raise LeaseError(
             f'The {what} has {len(text)} characters; at most {longest} can '
@@ -857,7 +868,22 @@ def _checked(text: str, what: str, *, longest: int | None = LONGEST_ID) -> str:
         )
     if '\0' in text:
         raise LeaseError(f'The {what} contains a NUL character: {text!r}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LeaseError(f'The {what} is not Unicode text: {error}') from error
     return text
+
+
+def _key(text: str, what: str) -> str:
+    if text.endswith(' '):
+        # MySQL and MariaDB compare as if it were not there.
+        raise LeaseError(f'The {what} ends with a space: {text!r}')
+    return _checked(text, what)
+
+
+def _printable(text: str) -> str:
+    return text.replace('\0', '').encode(errors='replace').decode()
 
 
 def _time(seconds: float) -> datetime:

@@ -268,7 +268,8 @@ class LeaseStore(ABC):
     ) -> None:
         """Leaves leases to others while their session lives on.
 
-        They are put under a new session that is closed already.
+        They are put under a new session that is closed already. A free lease
+        stays nobody's.
 
         Args:
             service: The service of the leases.

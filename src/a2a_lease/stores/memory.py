@@ -386,7 +386,7 @@ class InMemoryLeaseStore(LeaseStore):
         with self._lock:
             for task_id, token in tokens.items():
                 lease = self._held_with(service, task_id, token)
-                if lease is not None:
+                if lease is not None and lease.session_id is not None:
                     self._leases[service, task_id] = dataclasses.replace(
                         lease, session_id=session_id
                     )

@@ -33,6 +33,14 @@ def _text(length: int) -> String:
     )
 
 
+def _long_text() -> Text:
+    return Text().with_variant(
+        mysql.LONGTEXT(charset='utf8mb4', collation='utf8mb4_bin'),
+        'mysql',
+        'mariadb',
+    )
+
+
 def _blob() -> LargeBinary:
     # A plain BLOB ends at 64 KB there.
     return LargeBinary().with_variant(mysql.LONGBLOB(), 'mysql', 'mariadb')
@@ -82,7 +90,7 @@ def make_schema(prefix: str) -> Schema:
         Column('service', _text(LONGEST_ID), primary_key=True),
         Column('task_id', _text(LONGEST_ID), primary_key=True),
         Column('context_id', _text(LONGEST_ID), nullable=False),
-        Column('owner', Text(), nullable=False),
+        Column('owner', _long_text(), nullable=False),
         Column('session_id', _text(LONGEST_ID)),
         Column('acquire_id', _text(LONGEST_ID), nullable=False),
         Column('token', BigInteger(), nullable=False),

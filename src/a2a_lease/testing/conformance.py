@@ -565,6 +565,19 @@ class LeaseStoreConformance:
         assert claimed.lease.attempt == 1
         assert claimed.previous_session_state is SessionState.CLOSED
 
+    async def test_a_free_lease_is_not_handed_over(
+        self, store: LeaseStore
+    ) -> None:
+        """The session that it went to would never be forgotten."""
+        leaving = await open_session(store)
+        await acquire(store, leaving)
+        await store.move(SERVICE, 'task', token=1, state=LeaseState.FREE)
+        await store.hand_over(SERVICE, {'task': 1}, session_id='hand-over')
+        lease = await store.get(SERVICE, 'task')
+        assert lease is not None
+        assert lease.session_id is None
+        assert await store.forget_session('hand-over')
+
     # Everything else
 
     async def test_text_of_all_kinds_is_kept(self, store: LeaseStore) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from a2a.server.agent_execution import AgentExecutor, RequestContext
 from a2a.utils.errors import A2AError, InternalError
 
-from a2a_lease.errors import LeaseConfigurationError
+from a2a_lease.errors import LeaseConfigurationError, LeaseError
 from a2a_lease.turns.call_context import hold_of
 from a2a_lease.turns.current import set_current_lease
 from a2a_lease.turns.event_queue import ClosedQueue, TurnQueue
@@ -99,6 +99,18 @@ class LeasedExecutor(AgentExecutor):
             await self._admission.acquire(turn, context)
         except A2AError as error:
             turn.refuse(error)
+            raise asyncio.CancelledError from error
+        except LeaseError as error:
+            logger.error(
+                'Task %s: its turn could not begin, and the task is '
+                'untouched: %s',
+                task_id,
+                error,
+                extra={'task_id': task_id},
+            )
+            turn.refuse(
+                InternalError(message=f'The message was not delivered: {error}')
+            )
             raise asyncio.CancelledError from error
         except Exception as error:
             logger.exception(

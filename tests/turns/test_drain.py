@@ -1,0 +1,88 @@
+"""`handler.drain()`, as a preStop hook or a gRPC server calls it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from a2a.utils.errors import InternalError
+
+from a2a_lease.model import SessionState
+from support.inprocess import (
+    COMPLETED,
+    FAILED,
+    WORKING,
+    Desk,
+    call,
+    message,
+    until,
+)
+
+
+if TYPE_CHECKING:
+    from support.inprocess import Service
+
+
+async def test_a_replica_that_drains_refuses_and_says_why(service: Service):
+    works, go_on = asyncio.Event(), asyncio.Event()
+
+    async def long(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        works.set()
+        await go_on.wait()
+        await desk.status(COMPLETED)
+
+    replica = await service.replica(long)
+    running = asyncio.ensure_future(
+        replica.handler.on_message_send(message(), call())
+    )
+    await works.wait()
+    draining = asyncio.ensure_future(replica.handler.drain(timeout=60))
+    again = asyncio.ensure_future(replica.handler.drain(timeout=0))
+    with pytest.raises(InternalError, match='another replica will take it'):
+        # The drain begins as soon as the loop runs it.
+        await asyncio.sleep(0)
+        await replica.handler.on_message_send(message(), call())
+    with pytest.raises(InternalError, match='another replica will take it'):
+        await anext(replica.handler.on_message_send_stream(message(), call()))
+    assert not draining.done()
+    go_on.set()
+    assert (await running).status.state == COMPLETED
+    await asyncio.gather(draining, again)
+    assert replica.agent.turns == 1
+    [session] = await service.leases.sessions()
+    assert session.state is SessionState.CLOSED
+    assert not await service.leases.leases()
+
+
+async def test_a_drain_without_patience_hands_over(service: Service):
+    task_ids = []
+
+    async def endless(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        task_ids.append(desk.task_id)
+        await asyncio.Event().wait()
+
+    leaves = await service.replica(endless)
+    stays = await service.replica(endless)
+    running = asyncio.ensure_future(
+        leaves.handler.on_message_send(message(), call())
+    )
+
+    async def stored(state: int) -> bool:
+        return bool(task_ids) and await stays.state(task_ids[0]) == state
+
+    await until(lambda: stored(WORKING))
+    await leaves.handler.drain(timeout=0)
+    # It is told so, unless the other replica was faster.
+    [result] = await asyncio.gather(running, return_exceptions=True)
+    if isinstance(result, InternalError):
+        assert 'another replica takes over' in result.message
+    else:
+        assert result.status.state == FAILED
+    await until(lambda: stored(FAILED))
+    states = {s.state for s in await service.leases.sessions()}
+    assert states == {SessionState.CLOSED, SessionState.OPEN}
