@@ -67,6 +67,18 @@ class LeaseRequest:
     """The stored task when the turn begins, or None if there is none yet."""
     call_context: bytes
     """The owner's call context as the context codec wrote it."""
+    turn: bytes | None = None
+    """What is needed to run the turn again; None if it never is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTurn:
+    """What a lease keeps for another attempt. It may be large."""
+
+    turn: bytes | None
+    """As it was acquired with."""
+    checkpoint: bytes | None
+    """What the last attempt saved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
+from cryptography.fernet import Fernet
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -309,3 +311,32 @@ async def test_a_label_is_made_fit(store: DatabaseLeaseStore):
     [session] = await store.sessions()
     assert session.label.startswith('h?xx')
     assert len(session.label) == 255
+
+
+async def test_what_a_user_said_can_be_encrypted(database: Database):
+    engine = database.engine()
+    store = DatabaseLeaseStore(engine, encryption_key=Fernet.generate_key())
+    session_id = await open_session(store)
+    await acquire(store, session_id, turn=b'a secret')
+    await store.save_checkpoint(SERVICE, 'task', token=1, checkpoint=b'secrets')
+    kept = await store.stored_turn(SERVICE, 'task', token=1)
+    assert (kept.turn, kept.checkpoint) == (b'a secret', b'secrets')
+    async with engine.connect() as connection:
+        [row] = await connection.execute(
+            text('SELECT turn, checkpoint FROM a2a_lease_leases')
+        )
+    assert b'secret' not in bytes(row.turn) + bytes(row.checkpoint)
+    other = DatabaseLeaseStore(engine, encryption_key=Fernet.generate_key())
+    with pytest.raises(LeaseError, match='Give all replicas the same'):
+        await other.stored_turn(SERVICE, 'task', token=1)
+    await engine.dispose()
+
+
+async def test_a_key_that_is_none_is_refused(tmp_path, monkeypatch):
+    engine = create_async_engine(f'sqlite+aiosqlite:///{tmp_path}/x.db')
+    with pytest.raises(LeaseConfigurationError, match='generate_key'):
+        DatabaseLeaseStore(engine, encryption_key='secret')
+    monkeypatch.setitem(sys.modules, 'cryptography.fernet', None)
+    with pytest.raises(LeaseConfigurationError, match='encryption\\]'):
+        DatabaseLeaseStore(engine, encryption_key=Fernet.generate_key())
+    await engine.dispose()

@@ -39,10 +39,12 @@ from a2a_lease.model import (
     Renewal,
     Session,
     SessionState,
+    StoredTurn,
     TaskLease,
     TaskMark,
 )
 from a2a_lease.stores.dialect import dialect_of, is_contention, is_locked
+from a2a_lease.stores.encryption import Cipher
 from a2a_lease.stores.lease_store import LeaseStore
 from a2a_lease.stores.schema import LONGEST_ID, make_schema
 
@@ -69,6 +71,8 @@ _RING = 3
 _SQLITE_WAIT = 250
 """Milliseconds for which the heartbeat waits for the write lock."""
 _TRIES = 5
+_NOTHING: dict[str, Any] = {'turn': null(), 'checkpoint': null()}
+"""What a lease keeps for another attempt if there will be none."""
 _ACQUIRABLE = (LeaseState.FREE.value, LeaseState.IDLE.value)
 _CLAIMABLE = (
     LeaseState.RUNNING.value,
@@ -91,6 +95,7 @@ class DatabaseLeaseStore(LeaseStore):
         *,
         create_table: bool = True,
         table_prefix: str = 'a2a_lease_',
+        encryption_key: str | bytes | None = None,
     ) -> None:
         """Makes a store over an engine, which stays yours to dispose of.
 
@@ -98,10 +103,13 @@ class DatabaseLeaseStore(LeaseStore):
             engine: An async engine on the database that all replicas share.
             create_table: Create the tables if they are missing.
             table_prefix: What the names of the tables begin with.
+            encryption_key: A Fernet key, the same on all replicas. With it,
+                what is kept for another attempt, the user's message and the
+                agent's checkpoint, is encrypted.
 
         Raises:
-            LeaseConfigurationError: The database cannot keep leases; the
-                message says what can.
+            LeaseConfigurationError: The database cannot keep leases, or the
+                key is none; the message says what to do.
         """
         self._dialect = dialect_of(engine)
         self._engine = engine
@@ -120,6 +128,13 @@ class DatabaseLeaseStore(LeaseStore):
         self._metadata = schema.metadata
         self._sessions = schema.sessions
         self._leases = schema.leases
+        self._cipher = Cipher(encryption_key) if encryption_key else None
+        # All but what may be large.
+        self._of_lease = [
+            column
+            for column in schema.leases.c
+            if column.name not in ('turn', 'checkpoint')
+        ]
 
     async def initialize(self) -> None:
         """Creates the tables, or makes sure that they are there.
@@ -414,7 +429,7 @@ class DatabaseLeaseStore(LeaseStore):
     async def get(self, service: str, task_id: str) -> TaskLease | None:
         """Returns the lease on a task."""
         rows = await self._read(
-            select(self._leases).where(self._of(service, task_id))
+            select(*self._of_lease).where(self._of(service, task_id))
         )
         return _lease(rows[0]) if rows else None
 
@@ -423,7 +438,10 @@ class DatabaseLeaseStore(LeaseStore):
     ) -> tuple[TaskLease | None, bool]:
         """Returns the lease on a task and whether it may be acquired."""
         rows = await self._read(
-            select(self._leases, self._sessions.c.state.label('session_state'))
+            select(
+                *self._of_lease,
+                self._sessions.c.state.label('session_state'),
+            )
             .outerjoin(
                 self._sessions,
                 self._sessions.c.id == self._leases.c.session_id,
@@ -467,7 +485,7 @@ class DatabaseLeaseStore(LeaseStore):
         if taken:
             return lease
         rows = await self._read(
-            select(self._leases).where(
+            select(*self._of_lease).where(
                 self._of(request.service, request.task_id),
                 self._leases.c.acquire_id == request.acquire_id,
                 self._leases.c.session_id == request.session_id,
@@ -482,6 +500,8 @@ class DatabaseLeaseStore(LeaseStore):
     def _taking(self, lease: TaskLease, request: LeaseRequest) -> Any:  # noqa: ANN401
         leases, sessions = self._leases, self._sessions
         values = _row(lease)
+        values['turn'] = self._sealed(request.turn)
+        values['checkpoint'] = None
         asker_lives = exists().where(
             sessions.c.id == request.session_id,
             sessions.c.state == SessionState.OPEN.value,
@@ -537,7 +557,7 @@ class DatabaseLeaseStore(LeaseStore):
         """Changes the state of a lease."""
         values: dict[str, Any] = {'state': state.value}
         if state is LeaseState.FREE:
-            values['session_id'] = null()
+            values |= {'session_id': null(), **_NOTHING}
         held = self._with(service, task_id, token)
         if state is not LeaseState.FREE:
             # A parked lease keeps its token when its session dies; whoever
@@ -552,6 +572,45 @@ class DatabaseLeaseStore(LeaseStore):
         return await self._changes(
             delete(self._leases).where(self._with(service, task_id, token))
         )
+
+    async def stored_turn(
+        self, service: str, task_id: str, *, token: int
+    ) -> StoredTurn | None:
+        """Returns what a lease keeps for another attempt."""
+        rows = await self._read(
+            select(self._leases.c.turn, self._leases.c.checkpoint).where(
+                self._with(service, task_id, token)
+            )
+        )
+        if not rows:
+            return None
+        return StoredTurn(
+            turn=self._opened(rows[0].turn),
+            checkpoint=self._opened(rows[0].checkpoint),
+        )
+
+    async def save_checkpoint(
+        self, service: str, task_id: str, *, token: int, checkpoint: bytes
+    ) -> bool:
+        """Replaces the checkpoint of a lease."""
+        return await self._changes(
+            update(self._leases)
+            .where(
+                self._with(service, task_id, token),
+                self._leases.c.session_id.is_not(None),
+            )
+            .values(checkpoint=self._sealed(checkpoint))
+        )
+
+    def _sealed(self, data: bytes | None) -> bytes | None:
+        if data is None or self._cipher is None:
+            return data
+        return self._cipher.encrypt(data)
+
+    def _opened(self, data: bytes | None) -> bytes | None:
+        if data is None or self._cipher is None:
+            return data
+        return self._cipher.decrypt(bytes(data))
 
     async def note_stored(
         self, service: str, tokens: Mapping[str, int]
@@ -613,7 +672,7 @@ class DatabaseLeaseStore(LeaseStore):
     ) -> Sequence[TaskLease]:
         """Returns the leases of a session whose tasks were canceled."""
         rows = await self._read(
-            select(self._leases).where(
+            select(*self._of_lease).where(
                 self._leases.c.session_id == session_id,
                 self._leases.c.service == service,
                 self._leases.c.cancel_requested.is_(True),
@@ -651,10 +710,12 @@ class DatabaseLeaseStore(LeaseStore):
             await connection.execute(
                 update(leases)
                 .where(held, leases.c.state == LeaseState.PARKED.value)
-                .values(state=LeaseState.FREE.value, session_id=null())
+                .values(
+                    state=LeaseState.FREE.value, session_id=null(), **_NOTHING
+                )
             )
             claimable = (
-                select(leases)
+                select(*self._of_lease)
                 .where(held, leases.c.state.in_(_CLAIMABLE))
                 .order_by(leases.c.task_id)
                 .limit(limit)
@@ -785,7 +846,7 @@ class DatabaseLeaseStore(LeaseStore):
         self, service: str | None = None, *, limit: int = 1000
     ) -> Sequence[TaskLease]:
         """Returns leases, by task id, free ones included."""
-        query = select(self._leases).order_by(self._leases.c.task_id)
+        query = select(*self._of_lease).order_by(self._leases.c.task_id)
         if service is not None:
             query = query.where(self._leases.c.service == service)
         return [_lease(row) for row in await self._read(query.limit(limit))]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Look,
         Renewal,
         Session,
+        StoredTurn,
         TaskLease,
     )
 
@@ -163,8 +164,8 @@ class LeaseStore(ABC):
         """Takes the lease on a task, running, with the next token.
 
         A repeated call with the same `acquire_id` returns what the first one
-        took. The attempt is 1, there is no cancel request, and `task_stored`
-        is whether `before` is given.
+        took. The attempt is 1, there is no cancel request and no checkpoint,
+        and `task_stored` is whether `before` is given.
 
         Raises:
             LeaseConflictError: The row is not the one that `expected_token`
@@ -178,8 +179,9 @@ class LeaseStore(ABC):
     ) -> bool:
         """Changes the state of a lease.
 
-        Moving it to `FREE` takes it from its session. Out of `FREE` it comes
-        by `acquire` only: whoever held it may have lost it meanwhile.
+        Moving it to `FREE` takes it from its session, and drops what it kept
+        for another attempt. Out of `FREE` it comes by `acquire` only: whoever
+        held it may have lost it meanwhile.
 
         Returns:
             Whether the token was the current one, and the lease is held.
@@ -191,6 +193,26 @@ class LeaseStore(ABC):
 
         Returns:
             Whether the token was the current one.
+        """
+
+    @abstractmethod
+    async def stored_turn(
+        self, service: str, task_id: str, *, token: int
+    ) -> StoredTurn | None:
+        """Returns what a lease keeps for another attempt.
+
+        Returns:
+            It, or None if the token is not the current one.
+        """
+
+    @abstractmethod
+    async def save_checkpoint(
+        self, service: str, task_id: str, *, token: int, checkpoint: bytes
+    ) -> bool:
+        """Replaces the checkpoint of a lease. Claims keep it.
+
+        Returns:
+            Whether the token was the current one, and the lease is held.
         """
 
     @abstractmethod

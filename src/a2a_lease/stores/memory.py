@@ -15,6 +15,7 @@ from a2a_lease.model import (
     Renewal,
     Session,
     SessionState,
+    StoredTurn,
     TaskLease,
 )
 from a2a_lease.stores.lease_store import LeaseStore
@@ -42,6 +43,7 @@ class InMemoryLeaseStore(LeaseStore):
         self._notices: dict[str, int] = {}
         self._done: set[str] = set()
         self._leases: dict[tuple[str, str], TaskLease] = {}
+        self._turns: dict[tuple[str, str], StoredTurn] = {}
 
     async def initialize(self) -> None:
         """Does nothing."""
@@ -235,6 +237,7 @@ class InMemoryLeaseStore(LeaseStore):
                 acquired_at=datetime.now(UTC),
             )
             self._leases[key] = taken
+            self._turns[key] = StoredTurn(turn=request.turn, checkpoint=None)
             return taken
 
     def _held_with(
@@ -253,6 +256,8 @@ class InMemoryLeaseStore(LeaseStore):
                 return False
             if lease.session_id is None and state is not LeaseState.FREE:
                 return False
+            if state is LeaseState.FREE:
+                self._turns.pop((service, task_id), None)
             self._leases[service, task_id] = dataclasses.replace(
                 lease,
                 state=state,
@@ -268,6 +273,31 @@ class InMemoryLeaseStore(LeaseStore):
             if self._held_with(service, task_id, token) is None:
                 return False
             del self._leases[service, task_id]
+            self._turns.pop((service, task_id), None)
+            return True
+
+    async def stored_turn(
+        self, service: str, task_id: str, *, token: int
+    ) -> StoredTurn | None:
+        """Returns what a lease keeps for another attempt."""
+        with self._lock:
+            if self._held_with(service, task_id, token) is None:
+                return None
+            return self._turns.get(
+                (service, task_id), StoredTurn(turn=None, checkpoint=None)
+            )
+
+    async def save_checkpoint(
+        self, service: str, task_id: str, *, token: int, checkpoint: bytes
+    ) -> bool:
+        """Replaces the checkpoint of a lease."""
+        with self._lock:
+            lease = self._held_with(service, task_id, token)
+            if lease is None or lease.session_id is None:
+                return False
+            self._turns[service, task_id] = dataclasses.replace(
+                self._turns[service, task_id], checkpoint=checkpoint
+            )
             return True
 
     async def note_stored(
@@ -334,6 +364,7 @@ class InMemoryLeaseStore(LeaseStore):
                     self._leases[key] = dataclasses.replace(
                         lease, state=LeaseState.FREE, session_id=None
                     )
+                    self._turns.pop(key, None)
                 elif len(claimed) < limit:
                     session = self._sessions.get(previous)
                     how = session.state if session is not None else None

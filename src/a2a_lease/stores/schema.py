@@ -102,6 +102,9 @@ def make_schema(prefix: str) -> Schema:
         Column('cancel_requested', Boolean(), nullable=False),
         Column('call_context', _blob(), nullable=False),
         Column('acquired_at', Float(53), nullable=False),
+        # These two may be large, and are read for another attempt only.
+        Column('turn', _blob()),
+        Column('checkpoint', _blob()),
         Index(f'{prefix}leases_session', 'session_id'),
         mysql_engine='InnoDB',
         mariadb_engine='InnoDB',

@@ -578,6 +578,66 @@ class LeaseStoreConformance:
         assert lease.session_id is None
         assert await store.forget_session('hand-over')
 
+    # Another attempt
+
+    async def test_a_turn_is_kept_for_another_attempt(
+        self, store: LeaseStore
+    ) -> None:
+        """With its checkpoint, through claims, for the current token only."""
+        dead, me = await open_session(store), await open_session(store)
+        none = await acquire(store, me, 'never again')
+        kept = await store.stored_turn(SERVICE, 'never again', token=none.token)
+        assert kept is not None
+        assert kept.turn is None
+        assert kept.checkpoint is None
+        large = bytes(range(256)) * 1000
+        await acquire(store, dead, turn=large)
+        for checkpoint in (b'1', b'\0\xff'):
+            assert await store.save_checkpoint(
+                SERVICE, 'task', token=1, checkpoint=checkpoint
+            )
+        await store.fence(dead, beat=0)
+        await store.claim(SERVICE, session_id=me, limit=9, ended=[dead])
+        assert not await store.save_checkpoint(
+            SERVICE, 'task', token=1, checkpoint=b'late'
+        )
+        assert await store.stored_turn(SERVICE, 'task', token=1) is None
+        kept = await store.stored_turn(SERVICE, 'task', token=2)
+        assert kept is not None
+        assert kept.turn == large
+        assert kept.checkpoint == b'\0\xff'
+        await store.reclaim(SERVICE, 'task', token=2, session_id=me)
+        assert await store.stored_turn(SERVICE, 'task', token=3) == kept
+        assert await store.stored_turn(SERVICE, 'missing', token=1) is None
+
+    @pytest.mark.parametrize('how', ['moved', 'claimed', 'acquired'])
+    async def test_what_is_kept_goes_with_the_turn(
+        self, store: LeaseStore, how: str
+    ) -> None:
+        """A paused task keeps nothing, and the next turn what is its own."""
+        dead, me = await open_session(store), await open_session(store)
+        await acquire(store, dead, turn=b'said')
+        await store.save_checkpoint(SERVICE, 'task', token=1, checkpoint=b'1')
+        if how == 'moved':
+            await store.move(SERVICE, 'task', token=1, state=LeaseState.FREE)
+        else:
+            await store.move(SERVICE, 'task', token=1, state=LeaseState.PARKED)
+            await store.fence(dead, beat=0)
+        token, turn = 1, None
+        if how == 'claimed':
+            await store.claim(SERVICE, session_id=me, limit=9, ended=[dead])
+        if how == 'acquired':
+            token, turn = 2, b'next'
+            await acquire(store, me, expected_token=1, turn=turn)
+        else:
+            assert not await store.save_checkpoint(
+                SERVICE, 'task', token=1, checkpoint=b'late'
+            )
+        kept = await store.stored_turn(SERVICE, 'task', token=token)
+        assert kept is not None
+        assert kept.turn == turn
+        assert kept.checkpoint is None
+
     # Everything else
 
     async def test_text_of_all_kinds_is_kept(self, store: LeaseStore) -> None:
