@@ -318,6 +318,14 @@ MUTANTS = [
         OUTAGES,
     ),
     Mutant(
+        "a driver's own error counts as one that stays",
+        'turns/outage.py',
+        'if not kinds & _DRIVER_ERRORS:',
+        'if not isinstance(error, DBAPIError):',
+        OUTAGES,
+        only='server_kills and mariadb',
+    ),
+    Mutant(
         'a lost connection ends a subscription',
         'turns/event_stream.py',
         'if not is_outage(error):',

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from typing import TYPE_CHECKING, Any
 
+import asyncmy.errors
+import asyncpg
 import pytest
 from a2a.server.cluster import TaskEventStream, VersionedTaskStore
 from a2a.types.a2a_pb2 import (
@@ -12,6 +16,7 @@ from a2a.types.a2a_pb2 import (
     TaskArtifactUpdateEvent,
     TaskStatusUpdateEvent,
 )
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from a2a_lease.turns.outage import is_outage
@@ -27,6 +32,7 @@ from support.inprocess import (
 
 
 if TYPE_CHECKING:
+    from support.databases import Database
     from support.inprocess import Service
 
 
@@ -98,6 +104,62 @@ async def test_a_save_outlasts_a_lost_connection(
     assert [part.text for part in artifact.parts] == ['one', 'two']
     assert len(stored.history) == 1
     assert not flaky[0].breaks
+
+
+KILL_ALL = {
+    'postgresql': """
+        SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+        WHERE pid <> pg_backend_pid() AND datname = current_database()
+    """,
+    'mariadb': """
+        SELECT CONCAT('KILL ', id) FROM information_schema.processlist
+        WHERE id <> CONNECTION_ID() AND db = DATABASE()
+    """,
+}
+
+
+async def test_connections_that_the_server_kills_fail_nothing(
+    database: Database, service: Service
+):
+    """Idle ones in the pools and the heartbeat's, again and again."""
+    if database.kind not in KILL_ALL:
+        return
+    killer = database.engine(isolation_level='AUTOCOMMIT')
+
+    async def kill() -> None:
+        async with killer.connect() as connection:
+            found = await connection.scalars(text(KILL_ALL[database.kind]))
+            for kill in found.all():
+                # One may have ended by itself.
+                with contextlib.suppress(DBAPIError):
+                    if database.kind == 'mariadb':
+                        await connection.execute(text(kill))
+
+    async def work(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        for number in range(6):
+            await kill()
+            await desk.artifact(str(number), append=number > 0)
+        await kill()
+        await desk.status(COMPLETED)
+
+    replica = await service.replica(work)
+    for _ in range(3):
+        await kill()
+        task = await replica.handler.on_message_send(message(), call())
+        assert task.status.state == COMPLETED
+        stored = await replica.stored(task.id)
+        [artifact] = stored.artifacts
+        assert ''.join(part.text for part in artifact.parts) == '012345'
+        assert FAILED not in replica.pushes.states(task.id)
+    # Whoever of us meets the dead connection first tries again.
+    await kill()
+    try:
+        await service.leases.leases()
+    except Exception as error:
+        assert is_outage(error), repr(error)
+    await killer.dispose()
 
 
 async def test_an_error_that_stays_ends_the_turn_and_is_recovered(
@@ -228,8 +290,20 @@ class _PgError(Exception):
         (OperationalError('', {}, Exception(1045, 'denied')), False),
         (OperationalError('', {}, Exception('database is locked')), True),
         (OperationalError('', {}, Exception('no such table: x')), False),
+        # As drivers raise them while SQLAlchemy prepares a connection.
+        (asyncmy.errors.OperationalError(2006, 'gone away'), True),
+        (asyncmy.errors.OperationalError(1045, 'denied'), False),
+        (asyncmy.errors.InterfaceError('closed'), True),
+        (asyncmy.errors.ProgrammingError(1146, 'no such table'), False),
+        (asyncpg.InterfaceError('connection is closed'), True),
+        (asyncpg.exceptions.AdminShutdownError('restarts'), True),
+        (asyncpg.exceptions.UniqueViolationError('twice'), False),
+        (sqlite3.OperationalError('database is locked'), True),
+        (sqlite3.OperationalError('no such table: x'), False),
+        (sqlite3.IntegrityError('twice'), False),
         (ConnectionResetError(), True),
         (TimeoutError(), True),
+        (ValueError(2006), False),
         (ValueError('no'), False),
     ],
 )

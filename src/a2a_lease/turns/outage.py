@@ -6,12 +6,7 @@ import asyncio
 import random
 from typing import TYPE_CHECKING
 
-from sqlalchemy.exc import (
-    DBAPIError,
-    DisconnectionError,
-    InterfaceError,
-    OperationalError,
-)
+from sqlalchemy.exc import DBAPIError, DisconnectionError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 
@@ -24,6 +19,17 @@ _OUTAGE_SQLSTATES = ('08', '40', '53', '55', '57')
 Its driver reports them as a plain DBAPIError."""
 _READ_ONLY_SQLSTATE = '25006'
 """A server that was just demoted to a standby answers writes like this."""
+
+_OUTAGES = (
+    DisconnectionError,
+    PoolTimeoutError,
+    OSError,
+    asyncio.TimeoutError,
+)
+_DRIVER_ERRORS = frozenset(
+    {'DBAPIError', 'DatabaseError', 'InterfaceError', 'PostgresError'}
+)
+"""Names of classes of SQLAlchemy, of PEP 249, and of asyncpg beneath it."""
 
 _LASTING_SQLITE = ('no such ', 'has no column', 'malformed', 'syntax error')
 """SQLite calls these operational errors, but no waiting mends them."""
@@ -42,26 +48,31 @@ def is_outage(error: BaseException) -> bool:
     resources, contention, and an exhausted pool; not a value, statement or
     schema that the database refuses.
     """
-    if isinstance(error, DBAPIError):
-        if error.connection_invalidated:
-            return True
-        sqlstate = str(getattr(error.orig, 'sqlstate', None) or '')
-        if sqlstate:
-            return (
-                sqlstate[:2] in _OUTAGE_SQLSTATES
-                or sqlstate == _READ_ONLY_SQLSTATE
-            )
-        code = error.orig.args[0] if error.orig and error.orig.args else None
-        if isinstance(code, int):
-            return code in _OUTAGE_MYSQL
-        if isinstance(error, OperationalError):
-            text = str(error.orig)
-            return not any(mark in text for mark in _LASTING_SQLITE)
-        return isinstance(error, InterfaceError)
-    return isinstance(
-        error,
-        DisconnectionError | PoolTimeoutError | OSError | asyncio.TimeoutError,
-    )
+    if isinstance(error, _OUTAGES):
+        return True
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return True
+    # What goes wrong while SQLAlchemy prepares a connection, its isolation
+    # level for instance, comes as the driver raised it.
+    original = getattr(error, 'orig', None) or error
+    kinds = {
+        kind.__name__
+        for raised in (error, original)
+        for kind in type(raised).__mro__
+    }
+    if not kinds & _DRIVER_ERRORS:
+        return False
+    sqlstate = str(getattr(original, 'sqlstate', None) or '')
+    if sqlstate:
+        return (
+            sqlstate[:2] in _OUTAGE_SQLSTATES or sqlstate == _READ_ONLY_SQLSTATE
+        )
+    code = original.args[0] if original.args else None
+    if isinstance(code, int):
+        return code in _OUTAGE_MYSQL
+    if 'OperationalError' in kinds:
+        return not any(mark in str(original) for mark in _LASTING_SQLITE)
+    return 'InterfaceError' in kinds
 
 
 def pauses(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
