@@ -4,6 +4,7 @@ from a2a_lease.errors import (
     LeaseConfigurationError,
     LeaseConflictError,
     LeaseError,
+    LeaseLostError,
     SessionEndedError,
 )
 from a2a_lease.handler import LeasedRequestHandler
@@ -12,7 +13,9 @@ from a2a_lease.recovery.policy import (
     Fail,
     FailAbandoned,
     Leave,
+    ReExecute,
     RecoveryPolicy,
+    RunAgain,
 )
 from a2a_lease.settings import LeaseSettings
 from a2a_lease.stores.database import DatabaseLeaseStore
@@ -32,11 +35,14 @@ __all__ = [
     'LeaseConfigurationError',
     'LeaseConflictError',
     'LeaseError',
+    'LeaseLostError',
     'LeaseSettings',
     'LeaseStore',
     'LeasedRequestHandler',
     'Leave',
+    'ReExecute',
     'RecoveryPolicy',
+    'RunAgain',
     'SessionEndedError',
     'TaskLease',
     'current_lease',

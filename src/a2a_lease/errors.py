@@ -23,5 +23,15 @@ class SessionEndedError(LeaseError):
         self.session_id = session_id
 
 
+class LeaseLostError(LeaseError):
+    """The turn lost its lease; another one may run by now."""
+
+    def __init__(self, task_id: str) -> None:
+        super().__init__(
+            f'The lease on task {task_id} is lost; stop working on it.'
+        )
+        self.task_id = task_id
+
+
 class LeaseConfigurationError(LeaseError, ValueError):
     """The parts were put together in a way that cannot work."""

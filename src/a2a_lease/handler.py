@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from a2a.server.agent_execution import SimpleRequestContextBuilder
 from a2a.server.cluster import (
+    ConcurrentTaskModificationError,
     TaskEventStream,
     TaskVersion,
     VersionedEvent,
@@ -47,13 +48,12 @@ from a2a_lease.turns.event_stream import LeasedEventStream
 from a2a_lease.turns.executor import LeasedExecutor
 from a2a_lease.turns.following import ends_stream, follow, until_lost
 from a2a_lease.turns.hold import Loss
-from a2a_lease.turns.marks import is_terminal
+from a2a_lease.turns.marks import is_terminal, lease_settled
 from a2a_lease.turns.outage import pauses
 from a2a_lease.turns.push_sender import LeasedPushSender, outcome_event
 from a2a_lease.turns.running import Turns
 from a2a_lease.turns.stopping import stop
 from a2a_lease.turns.task_store import LeasedTaskStore
-from a2a_lease.turns.turn import Turn
 
 
 if TYPE_CHECKING:
@@ -79,12 +79,15 @@ if TYPE_CHECKING:
     from a2a_lease.recovery.policy import RecoveryPolicy
     from a2a_lease.replica.session import LiveSession
     from a2a_lease.stores.lease_store import LeaseStore
+    from a2a_lease.turns.record import TurnRecord
+    from a2a_lease.turns.turn import Turn
 
 
 logger = logging.getLogger(__name__)
 
 _TRIES = 6
-"""How often tables are created before the error of it is raised."""
+"""How often tables are created, or a cancel is saved, before the error of it
+is raised."""
 _LOOK_EVERY = 2.0
 """Seconds between looks at a task whose events come from elsewhere."""
 
@@ -195,6 +198,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             task_store=task_store,
             settings=self.settings,
             clock=self._clock,
+            keeps_requests=self._policy.may_run_again,
         )
         self._recovery: Recovery | None = None
         self._shutdown = Shutdown(drain=self.drain, admission=self._admission)
@@ -253,6 +257,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 policy=self._policy,
                 settings=self.settings,
                 clock=self._clock,
+                run_turn=self._run_again,
+                is_closed=lambda: self._admission.closed,
             )
             self._recovery = recovery
             await self._replica.start()
@@ -286,6 +292,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 len(self._turns),
                 timeout,
             )
+        if self._recovery is not None:
+            await self._recovery.give_back()
         await self._turns.wait_until_empty(timeout=timeout)
         self._turns.handing_over = True
         left = list(self._turns)
@@ -293,8 +301,9 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             turn.lose(Loss.HANDED_OVER)
         stop_timeout = self.settings.stop_timeout
         await self._turns.wait_until_empty(timeout=stop_timeout)
+        undecided: dict[str, int] = {}
         if self._recovery is not None:
-            await self._recovery.stop(timeout=stop_timeout)
+            undecided = await self._recovery.stop(timeout=stop_timeout)
         await self._turns.flush(timeout=stop_timeout)
         stuck = list(self._turns)
         if not stuck:
@@ -302,7 +311,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             return
         # Their session must live on while they do.
         await self._replica.hand_over(
-            {
+            undecided
+            | {
                 turn.lease.task_id: turn.lease.token
                 for turn in left
                 if turn not in stuck and turn.loss is Loss.HANDED_OVER
@@ -317,11 +327,23 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             )
 
     async def aclose(self) -> None:
-        """Drains, and closes what the SDK keeps for its tasks."""
+        """Drains, and closes what the SDK keeps for its tasks.
+
+        An agent that does not stop is waited for no longer than
+        `stop_timeout`.
+        """
         await self.drain()
         self._shutdown.unlisten()
         self._turns.stop_background()
-        await super().aclose()
+        closing = asyncio.ensure_future(super().aclose())
+        await asyncio.wait({closing}, timeout=self.settings.stop_timeout)
+        if closing.done():
+            closing.result()
+        else:
+            logger.warning(
+                'Closing goes on without an agent that ignores its '
+                'cancellation.'
+            )
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -364,7 +386,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
     ) -> Message | Task:
         """Runs a turn and returns what it came to."""
         turn = await self._admit(context)
-        params = await self._with_context_id(params, context)
+        turn.params = params = await self._with_context_id(params, context)
         call = asyncio.ensure_future(
             super().on_message_send(params, with_hold(context, turn))
         )
@@ -392,12 +414,37 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             return await self._stored(turn, params, context) or result
         return await self._final(turn, params, context)
 
+    async def _run_again(self, turn: Turn, record: TurnRecord) -> None:
+        """Runs the agent on a task that was taken over.
+
+        Returns when the agent has ended, or could not begin.
+        """
+        params = SendMessageRequest()
+        params.CopyFrom(record.request)
+        call = asyncio.ensure_future(
+            super().on_message_send(params, with_hold(turn.context, turn))
+        )
+        ended = asyncio.ensure_future(turn.ended.wait())
+        try:
+            await asyncio.wait(
+                {call, ended}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if turn.agent is None:
+                call.result()
+            else:
+                await ended
+        finally:
+            ended.cancel()
+            await stop({call})
+            if not call.cancelled():
+                call.exception()
+
     async def on_message_send_stream(
         self, params: SendMessageRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
         """Runs a turn and yields its events, whoever runs it in the end."""
         turn = await self._admit(context)
-        params = await self._with_context_id(params, context)
+        turn.params = params = await self._with_context_id(params, context)
         ended = False
         async with aclosing(
             until_lost(
@@ -495,6 +542,9 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                     raise
                 # The turn ended meanwhile, and may have paused its task.
                 task = await self._cancel_without_agent(params.id, context)
+            except ConcurrentTaskModificationError:
+                # Another replica took over what was thought to run here.
+                task = await self._cancel_without_agent(params.id, context)
         else:
             task = await self._cancel_without_agent(params.id, context)
         if task is not None and (
@@ -506,27 +556,34 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
     async def _cancel_without_agent(
         self, task_id: str, context: ServerCallContext
     ) -> Task:
-        stored = await self._tasks.get(task_id, context)
-        if stored is None:
-            raise TaskNotFoundError
-        if stored.task.status.state == TaskState.TASK_STATE_CANCELED:
-            return stored.task
-        if is_terminal(stored.task):
-            raise TaskNotCancelableError
-        canceled = Task()
-        canceled.CopyFrom(stored.task)
-        canceled.status.state = TaskState.TASK_STATE_CANCELED
-        event = outcome_event(canceled)
-        version = await self._tasks.save(
-            canceled,
-            event=event,
-            prev=stored.task,
-            prev_version=stored.version,
-            context=context,
-        )
-        await self._events.publish(
-            task_id, VersionedEvent(event=event, version=version)
-        )
+        for left in reversed(range(_TRIES)):
+            stored = await self._tasks.get(task_id, context)
+            if stored is None:
+                raise TaskNotFoundError
+            if stored.task.status.state == TaskState.TASK_STATE_CANCELED:
+                return stored.task
+            if is_terminal(stored.task):
+                raise TaskNotCancelableError
+            canceled = Task()
+            canceled.CopyFrom(stored.task)
+            canceled.status.state = TaskState.TASK_STATE_CANCELED
+            event = outcome_event(canceled)
+            try:
+                version = await self._tasks.save(
+                    canceled,
+                    event=event,
+                    prev=stored.task,
+                    prev_version=stored.version,
+                    context=context,
+                )
+            except ConcurrentTaskModificationError:
+                if not left:
+                    raise
+                continue
+            await self._events.publish(
+                task_id, VersionedEvent(event=event, version=version)
+            )
+            break
         return canceled
 
     async def _tell_canceled(self, task: Task, turn: Turn | None) -> None:
@@ -535,10 +592,9 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         Whoever holds the lease pushes, so that a recovery does it if the
         holder dies.
         """
-        if turn is not None and not turn.settled_for_good:
-            turn.lose(Loss.CANCELED)
-            return
-        if turn is not None:
+        if turn is not None and turn.loss is None:
+            if not turn.settled_for_good:
+                turn.lose(Loss.CANCELED)
             return
         if await self.lease_store.request_cancel(self.service, task.id):
             return
@@ -559,13 +615,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 error,
             )
             raise InternalError(message=str(error)) from error
-        return Turn(
-            self.lease_store,
-            context=context,
-            owner=owner,
-            kept_context=kept,
-            until=self._clock.monotonic() + self.settings.acquire_timeout,
-            on_loss=self._turns.lost,
+        return self._turns.new_turn(
+            context=context, owner=owner, kept_context=kept
         )
 
     async def _with_context_id(
@@ -617,7 +668,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         stored = await self._tasks.get(task_id, context)
         if params.configuration.return_immediately and stored is not None:
             return apply_history_length(stored.task, params.configuration)
-        if stored is None or not ends_stream(stored.task):
+        # A resumed task that its replica left reads as paused as it was before.
+        if stored is None or not lease_settled(stored.task, turn.lease):
             if turn.loss is Loss.HANDED_OVER:
                 raise InternalError(
                     message=f'This replica is shutting down while it works '

@@ -163,5 +163,5 @@ class ClaimedLease:
     previous_session_id: str
     previous_state: LeaseState
     """What the lease was doing when its session ended."""
-    previous_session_state: SessionState | None
-    """How the session ended; None if its row is missing."""
+    previous_session: Session | None
+    """How that session ended; None if its row is missing."""

@@ -32,13 +32,26 @@ class LeaseSettings:
     """How long running turns may go on after SIGTERM; 0 hands over at once."""
     stop_timeout: float = 5.0
     """How long a canceled agent may take to stop before it is given up on."""
+    inactivity_timeout: float | None = None
+    """How long a running turn may go without an event or a checkpoint of its
+    agent before it counts as abandoned; None for as long as it likes."""
     recovery_limit: int = 16
     """How many tasks one replica recovers at the same time."""
+    run_again_limit: int = 16
+    """How many turns one replica runs again at the same time; the rest waits
+    for others."""
+    request_limit: int = 1_000_000
+    """Bytes of a request that are stored to run it again; a turn with a larger
+    one fails."""
+    checkpoint_limit: int = 1_000_000
+    """Bytes of a checkpoint, as JSON."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise LeaseConfigurationError(
                     f'{field.name} must be a number, not {value!r}.'
@@ -59,16 +72,28 @@ class LeaseSettings:
                 raise LeaseConfigurationError(
                     f'{name} must be greater than 0 seconds, not {value:g}.'
                 )
+        if self.inactivity_timeout is not None and self.inactivity_timeout <= 0:
+            raise LeaseConfigurationError(
+                f'inactivity_timeout must be greater than 0 seconds, or None, '
+                f'not {self.inactivity_timeout:g}.'
+            )
         if self.drain_timeout < 0:
             raise LeaseConfigurationError(
                 f'drain_timeout must be 0 or more seconds, not '
                 f'{self.drain_timeout:g}.'
             )
-        if not isinstance(self.recovery_limit, int) or self.recovery_limit < 1:
-            raise LeaseConfigurationError(
-                f'recovery_limit must be a whole number of 1 or more, not '
-                f'{self.recovery_limit!r}.'
-            )
+        for name, least in (
+            ('recovery_limit', 1),
+            ('run_again_limit', 1),
+            ('request_limit', 0),
+            ('checkpoint_limit', 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise LeaseConfigurationError(
+                    f'{name} must be a whole number of {least} or more, not '
+                    f'{value!r}.'
+                )
         # A save trusts a beat for two intervals, and a beat may be lost and
         # tried again; below four intervals a living replica could be fenced
         # while it still trusts its last beat.

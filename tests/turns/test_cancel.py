@@ -110,11 +110,16 @@ async def test_a_cancel_returns_though_the_agent_ignores_it(service: Service):
         raise
     assert canceled.status.state == CANCELED
     assert (await sending).status.state == CANCELED
-    assert replica.pushes.states(task.id).count(CANCELED) == 1
+
+    async def pushed():
+        return CANCELED in replica.pushes.states(task.id)
+
+    await until(pushed)
     # It still runs, so its lease stays.
     assert await replica.lease(task.id) is not None
     release.set()
     await _nothing_left(service)
+    assert replica.pushes.states(task.id).count(CANCELED) == 1
     stored = await replica.stored(task.id)
     assert stored.status.state == CANCELED
     assert not stored.artifacts

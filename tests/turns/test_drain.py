@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ from a2a_lease.model import SessionState
 from support.inprocess import (
     COMPLETED,
     FAILED,
+    SETTINGS,
     WORKING,
     Desk,
     call,
@@ -86,3 +88,44 @@ async def test_a_drain_without_patience_hands_over(service: Service):
     await until(lambda: stored(FAILED))
     states = {s.state for s in await service.leases.sessions()}
     assert states == {SessionState.CLOSED, SessionState.OPEN}
+
+
+async def test_an_agent_that_does_not_stop_does_not_hold_up_the_close(
+    service: Service, caplog: pytest.LogCaptureFixture
+):
+    release = asyncio.Event()
+
+    async def stubborn(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    replica = await service.replica(
+        stubborn, settings=dataclasses.replace(SETTINGS, stop_timeout=0.2)
+    )
+    running = asyncio.ensure_future(
+        replica.handler.on_message_send(message(), call())
+    )
+
+    async def runs():
+        return await service.leases.leases()
+
+    [lease] = await until(runs)
+    await replica.handler.drain(timeout=0)
+    try:
+        async with asyncio.timeout(20):
+            await replica.handler.aclose()
+        assert 'ignores its cancellation' in caplog.text
+        # Its session lives on while it runs, so that nobody runs it too.
+        [session] = await service.leases.sessions()
+        assert session.id == lease.session_id
+        assert session.state is SessionState.OPEN
+    finally:
+        release.set()
+        await asyncio.wait({running})
+        running.exception()
+        await replica.handler._replica.close(timeout=5)

@@ -93,9 +93,14 @@ async def test_a_zombie_lands_nothing_after_the_takeover(
     assert details['reason'] == 'replica_lost'
     assert details['attempt'] == 2
     assert details['session'] == lease.session_id
-    pushed = old.pushes.states(lease.task_id) + new.pushes.states(lease.task_id)
-    assert pushed.count(FAILED) == 1
-    assert COMPLETED not in pushed
+
+    async def pushed():
+        told = [s for r in (old, new) for s in r.pushes.states(lease.task_id)]
+        return told if FAILED in told else None
+
+    told = await until(pushed)
+    assert told.count(FAILED) == 1
+    assert COMPLETED not in told
 
 
 async def test_a_fenced_replica_lives_on_under_a_new_session(

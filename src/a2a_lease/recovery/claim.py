@@ -10,7 +10,9 @@ from a2a_lease.turns.hold import Hold
 
 
 if TYPE_CHECKING:
-    from a2a_lease.model import ClaimedLease, Session, TaskLease
+    import asyncio
+
+    from a2a_lease.model import ClaimedLease, TaskLease
     from a2a_lease.replica.session import LiveSession
     from a2a_lease.stores.lease_store import LeaseStore
 
@@ -28,8 +30,13 @@ class Claim(Hold):
         was_idle: bool = False,
         silence: float = 0.0,
         from_session: str,
+        ended: asyncio.Event | None = None,
     ) -> None:
         super().__init__(store)
+        self.ended = ended
+        """Set when the turn has ended that was here, on this replica."""
+        self.waited = False
+        """Whether it was waited before the turn runs again."""
         self.hold(lease, session)
         self.cause = cause
         self.was_idle = was_idle
@@ -45,10 +52,10 @@ class Claim(Hold):
         claimed: ClaimedLease,
         *,
         session: LiveSession,
-        ended: Session | None,
     ) -> Claim:
         """Makes the claim on what another session left."""
-        closed = claimed.previous_session_state is SessionState.CLOSED
+        ended = claimed.previous_session
+        closed = ended is not None and ended.state is SessionState.CLOSED
         return cls(
             store,
             lease=claimed.lease,

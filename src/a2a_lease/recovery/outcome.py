@@ -1,4 +1,4 @@
-"""The event that ends an abandoned task."""
+"""The events by which recovery tells what became of a task."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from a2a.types.a2a_pb2 import (
     TaskStatusUpdateEvent,
 )
 
+from a2a_lease.turns.marks import METADATA_KEY
+
 
 if TYPE_CHECKING:
-    from a2a_lease.model import TaskLease
+    from a2a_lease.recovery.claim import Claim
 
 
-METADATA_KEY = 'a2a_lease'
-"""Under this key the metadata of event, message and task say what happened."""
+_Event = TaskStatusUpdateEvent
 
 
 class Cause(StrEnum):
@@ -34,49 +35,57 @@ class Cause(StrEnum):
     """Its replica shut down before the turn was over."""
     TURN_DIED = 'turn_died'
     """Its replica lives, but the turn could not save any more."""
+    AGENT_SILENT = 'agent_silent'
+    """Its replica lives, but the agent emitted nothing for too long."""
 
 
-def failed_event(
-    *,
-    lease: TaskLease,
-    context_id: str,
-    reason: str,
-    cause: Cause,
-    silence: float,
-    from_session: str,
-) -> TaskStatusUpdateEvent:
+def failed_event(claim: Claim, *, context_id: str, reason: str) -> _Event:
     """Makes the event that ends a task as FAILED.
 
-    Clients read it, so it names no host.
-
     Args:
-        lease: The claimed lease.
+        claim: The right to end it.
         context_id: The context of the task.
         reason: For the user.
-        cause: For machines.
-        silence: Seconds for which the replica was not heard of.
-        from_session: The random id of the session that left the task.
     """
-    status = TaskStatus(state=TaskState.TASK_STATE_FAILED)
-    status.timestamp.FromDatetime(datetime.now(UTC))
-    status.message.CopyFrom(
+    event = _event(claim, TaskState.TASK_STATE_FAILED, context_id=context_id)
+    event.status.message.CopyFrom(
         Message(
             message_id=str(uuid.uuid4()),
             role=Role.ROLE_AGENT,
-            task_id=lease.task_id,
+            task_id=claim.lease.task_id,
             context_id=context_id,
             parts=[Part(text=reason)],
         )
     )
-    event = TaskStatusUpdateEvent(
-        task_id=lease.task_id, context_id=context_id, status=status
-    )
-    details = {
-        'reason': cause.value,
-        'silence_seconds': round(silence, 3),
-        'attempt': lease.attempt,
-        'session': from_session,
-    }
-    event.metadata.update({METADATA_KEY: details})
-    event.status.message.metadata.update({METADATA_KEY: details})
+    event.status.message.metadata.update({METADATA_KEY: _details(claim)})
     return event
+
+
+def running_event(claim: Claim, *, context_id: str) -> _Event:
+    """Makes the event after which the turn runs again.
+
+    Args:
+        claim: The right to run it.
+        context_id: The context of the task.
+    """
+    return _event(claim, TaskState.TASK_STATE_WORKING, context_id=context_id)
+
+
+def _event(claim: Claim, state: TaskState, *, context_id: str) -> _Event:
+    status = TaskStatus(state=state)
+    status.timestamp.FromDatetime(datetime.now(UTC))
+    event = TaskStatusUpdateEvent(
+        task_id=claim.lease.task_id, context_id=context_id, status=status
+    )
+    event.metadata.update({METADATA_KEY: _details(claim)})
+    return event
+
+
+def _details(claim: Claim) -> dict[str, str | float]:
+    # Clients read it, so it names no host.
+    return {
+        'reason': claim.cause.value,
+        'silence_seconds': round(claim.silence, 3),
+        'attempt': claim.lease.attempt,
+        'session': claim.from_session,
+    }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack, contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 from a2a.server.cluster import (
     ConcurrentTaskModificationError,
@@ -13,20 +14,29 @@ from a2a.server.cluster import (
 from a2a.server.tasks import TaskManager
 from a2a.types.a2a_pb2 import Task, TaskState, TaskStatus
 
-from a2a_lease.errors import SessionEndedError
+from a2a_lease.errors import LeaseError, SessionEndedError
 from a2a_lease.model import LeaseState
 from a2a_lease.recovery.claim import Claim
-from a2a_lease.recovery.outcome import Cause, failed_event
-from a2a_lease.recovery.policy import Fail
+from a2a_lease.recovery.outcome import Cause, failed_event, running_event
+from a2a_lease.recovery.policy import Fail, RunAgain
+from a2a_lease.recovery.room import Room
 from a2a_lease.turns.call_context import with_hold
+from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import is_terminal, lease_settled
 from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.push_sender import outcome_event
+from a2a_lease.turns.record import TurnRecord
 from a2a_lease.turns.stopping import stop
 
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
+    from collections.abc import (
+        Callable,
+        Coroutine,
+        Generator,
+        Iterable,
+        Sequence,
+    )
 
     from a2a.server.cluster import TaskEventStream, VersionedTaskStore
     from a2a.server.tasks import PushNotificationConfigStore
@@ -46,6 +56,23 @@ logger = logging.getLogger(__name__)
 
 _SET_ASIDE = 1.0
 _LONGEST_SET_ASIDE = 300.0
+_CONFLICTS = 5
+"""How often another writer may be faster before that is an error."""
+_NOT_STORED = (
+    'The server that worked on this task stopped before it was finished, and '
+    'the request was too large to be kept. Please start again.'
+)
+_STILL_RUNS = (
+    'The server lost touch with the agent that works on this task and could '
+    'not stop it. Please start again.'
+)
+
+
+class RunTurn(Protocol):
+    """Runs a turn that was taken over, through the request handler."""
+
+    async def __call__(self, turn: Turn, record: TurnRecord) -> None:
+        """Returns when it has ended, or could not begin."""
 
 
 class Recovery:
@@ -64,6 +91,8 @@ class Recovery:
         policy: RecoveryPolicy,
         settings: LeaseSettings,
         clock: Clock,
+        run_turn: RunTurn,
+        is_closed: Callable[[], bool],
     ) -> None:
         self._turns = turns
         self._store = turns.store
@@ -79,7 +108,14 @@ class Recovery:
         self._clock = clock
         self._ended: dict[str, Session] = {}
         self._working: set[asyncio.Task[None]] = set()
-        self._set_aside = 0
+        self._run_turn = run_turn
+        self._is_closed = is_closed
+        self._room = Room(settings.run_again_limit)
+        self._claims: set[Claim] = set()
+        """What is still to be decided."""
+        self._waiting: dict[asyncio.Task[None], Claim] = {}
+        self._not_busy = 0
+        """Recoveries that wait, or whose turn runs."""
         self._thorough_at = 0.0
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -91,8 +127,12 @@ class Recovery:
         self._thorough_at = self._clock.monotonic() + self._settings.ttl
         self._round = asyncio.create_task(self._sweep())
 
-    async def stop(self, *, timeout: float) -> None:
-        """Claims nothing more, and lets what is under way come to its end."""
+    async def stop(self, *, timeout: float) -> dict[str, int]:
+        """Claims nothing more, and lets what is under way come to its end.
+
+        Returns:
+            What did not, as task ids and the tokens of their leases.
+        """
         if self._round is not None:
             await stop({self._round})
             self._round = None
@@ -100,6 +140,15 @@ class Recovery:
             await asyncio.wait(set(self._working), timeout=timeout)
         for task in self._working:
             task.cancel()
+        return _tokens(self._claims)
+
+    async def give_back(self) -> None:
+        """Leaves to others what only waits here, since this replica ends."""
+        waiting = dict(self._waiting)
+        await stop(waiting)
+        if waiting:
+            await self._replica.hand_over(_tokens(waiting.values()))
+            self._claims -= set(waiting.values())
 
     def sessions_ended(self, sessions: Sequence[Session]) -> None:
         """Notes sessions that left something. Any thread may call it."""
@@ -164,8 +213,13 @@ class Recovery:
         if session is None or not session.fresh():
             return
         room = (
-            self._settings.recovery_limit - len(self._working) + self._set_aside
+            self._settings.recovery_limit - len(self._working) + self._not_busy
         )
+        if self._policy.may_run_again:
+            # What this replica cannot run soon stays for others.
+            if self._is_closed():
+                return
+            room = min(room, self._room.left)
         if room <= 0:
             return
         try:
@@ -178,14 +232,7 @@ class Recovery:
         except SessionEndedError:
             return
         for one in claimed:
-            self._begin(
-                Claim.of_ended(
-                    self._store,
-                    one,
-                    session=session,
-                    ended=self._ended.get(one.previous_session_id),
-                )
-            )
+            self._begin(Claim.of_ended(self._store, one, session=session))
         if ended is not None and len(claimed) < room:
             for session_id in list(ended):
                 if await self._store.forget_session(session_id):
@@ -219,8 +266,13 @@ class Recovery:
                 self._store,
                 lease=reclaimed,
                 session=turn.session,
-                cause=Cause.TURN_DIED,
+                cause=(
+                    Cause.AGENT_SILENT
+                    if turn.loss is Loss.SILENT
+                    else Cause.TURN_DIED
+                ),
                 from_session=turn.session.id,
+                ended=turn.ended,
             )
         )
 
@@ -244,19 +296,26 @@ class Recovery:
         What fails for good is set aside, ever longer, and leaves its place to
         the others meanwhile.
         """
+        self._claims.add(claim)
         tries = 0
         for pause in pauses(first=_SET_ASIDE, longest=_LONGEST_SET_ASIDE):
             try:
-                await self._recover_once(claim)
-                return
+                wait = await self._recover_once(claim)
+                if wait is None:
+                    self._claims.discard(claim)
+                    return
+                tries = 0
             except ConcurrentTaskModificationError:
                 if claim.loss is not None:
+                    self._claims.discard(claim)
                     self._log(claim, 'Another replica took over')
                     return
                 # The old owner's last save came first; judge again.
-                continue
+                tries += 1
+                wait = 0.0 if tries < _CONFLICTS else pause
             except Exception as error:
                 tries += 1
+                wait = pause
                 if claim.session.ended:
                     return
                 if is_outage(error):
@@ -271,16 +330,33 @@ class Recovery:
                         tries,
                         extra=self._fields(claim, action='set_aside'),
                     )
-            self._set_aside += 1
-            self._wake.set()
-            try:
-                await asyncio.sleep(pause)
-            finally:
-                self._set_aside -= 1
+            if wait:
+                with self._letting_others_work(claim):
+                    await asyncio.sleep(wait)
             if claim.session.ended:
                 return
 
-    async def _recover_once(self, claim: Claim) -> None:
+    @contextmanager
+    def _letting_others_work(
+        self, waiting: Claim | None = None
+    ) -> Generator[None]:
+        this = asyncio.current_task()
+        if this is not None and waiting is not None:
+            self._waiting[this] = waiting
+        self._not_busy += 1
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._not_busy -= 1
+            self._waiting.pop(this, None)  # type: ignore[arg-type]
+
+    async def _recover_once(self, claim: Claim) -> float | None:
+        """Decides about one task, and does it.
+
+        Returns:
+            None if that was it, or the seconds after which to decide again.
+        """
         lease = claim.lease
         context = with_hold(self._codec.load(lease.call_context), claim)
         manager = TaskManager(
@@ -294,10 +370,10 @@ class Recovery:
         if task is None:
             if not await self._expected(claim):
                 await self._release(claim, 'There is no task to recover')
-                return
+                return None
         elif lease_settled(task, lease):
             await self._push_again(claim, task)
-            return
+            return None
         elif claim.was_idle:
             # Its agent had returned in good order, and so did its replica.
             await self._store.move(
@@ -306,29 +382,168 @@ class Recovery:
                 token=lease.token,
                 state=LeaseState.IDLE,
             )
-            return
+            return None
         decision = self._policy.decide(lease, task)
+        if isinstance(decision, RunAgain):
+            return await self._run_again(claim, manager, task, decision)
         if isinstance(decision, Fail):
-            await self._fail(claim, manager, task, decision)
+            await self._fail(claim, manager, task, decision.reason)
         else:
             await self._free(claim, 'The policy leaves it as it is')
+        return None
 
     async def _expected(self, claim: Claim) -> bool:
         """Whether somebody waits for a task that was never stored."""
-        if claim.lease.task_stored or self._push_config_store is None:
+        if claim.lease.task_stored:
             return False
-        return bool(
+        if self._policy.may_run_again and (await self._record(claim))[0]:
+            return True
+        return self._push_config_store is not None and bool(
             await self._push_config_store.get_info_for_dispatch(
                 claim.lease.task_id
             )
         )
+
+    # Running the turn again.
+
+    async def _record(
+        self, claim: Claim
+    ) -> tuple[TurnRecord | None, bytes | None]:
+        """Returns how the turn began, and how far it had come."""
+        lease = claim.lease
+        kept = await self._store.stored_turn(
+            self._service, lease.task_id, token=lease.token
+        )
+        if kept is None:
+            claim.lose(Loss.TAKEN_OVER)
+            raise ConcurrentTaskModificationError(lease.task_id)
+        record = TurnRecord.load(kept.turn) if kept.turn is not None else None
+        return record, kept.checkpoint
+
+    async def _run_again(
+        self,
+        claim: Claim,
+        manager: TaskManager,
+        task: Task | None,
+        decision: RunAgain,
+    ) -> float | None:
+        record, checkpoint = await self._record(claim)
+        if record is None:
+            logger.warning(
+                'Task %s cannot run again, since its request was not stored; '
+                'it fails.',
+                claim.lease.task_id,
+                extra=self._fields(claim, action='fail'),
+            )
+            await self._fail(claim, manager, task, _NOT_STORED)
+            return None
+        if not await self._has_stopped(claim):
+            await self._fail(claim, manager, task, _STILL_RUNS)
+            return None
+        handed_over = claim.cause is Cause.REPLICA_CLOSED
+        if decision.after and not handed_over and not claim.waited:
+            claim.waited = True
+            return decision.after
+        async with AsyncExitStack() as stack:
+            with self._letting_others_work(claim):
+                await stack.enter_async_context(
+                    self._room.place(apart=decision.apart)
+                )
+            if self._is_closed():
+                await self._replica.hand_over(_tokens([claim]))
+                return None
+            manager.invalidate()
+            task = await manager.get_task()
+            if task is not None and lease_settled(task, claim.lease):
+                return 0.0
+            stored = await self._take_over(claim, manager, task, record)
+            turn = self._turns.new_turn(
+                context=self._codec.load(claim.lease.call_context),
+                owner=claim.lease.owner,
+                kept_context=claim.lease.call_context,
+            )
+            turn.run_again(
+                claim,
+                record=record,
+                stored=stored,
+                version=manager.current_version,
+                checkpoint=checkpoint,
+            )
+            # From here on the turn lets the lease go.
+            self._claims.discard(claim)
+            with self._letting_others_work():
+                await self._run_turn(turn, record)
+            if turn.agent is None:
+                self._claims.add(claim)
+                raise LeaseError('The turn did not begin.')
+        return None
+
+    async def _has_stopped(self, claim: Claim) -> bool:
+        """Whether the run before has ended, if that was on this replica."""
+        if claim.ended is None:
+            return True
+        try:
+            async with asyncio.timeout(self._settings.stop_timeout):
+                await claim.ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _take_over(
+        self,
+        claim: Claim,
+        manager: TaskManager,
+        task: Task | None,
+        record: TurnRecord,
+    ) -> Task:
+        """Saves that the turn runs again: the old owner saves nothing more.
+
+        Returns:
+            The task as it is stored now.
+        """
+        lease = claim.lease
+        event = running_event(
+            claim, context_id=task.context_id if task else lease.context_id
+        )
+        if task is None:
+            task = Task(
+                id=lease.task_id,
+                context_id=lease.context_id,
+                status=event.status,
+                history=[record.message],
+                metadata=event.metadata,
+            )
+            await manager.save_task_event(task)
+            await self._store.note_stored(
+                self._service, {lease.task_id: lease.token}
+            )
+        else:
+            await manager.save_task_event(event)
+        if not await self._store.move(
+            self._service,
+            lease.task_id,
+            token=lease.token,
+            state=LeaseState.RUNNING,
+        ):
+            claim.lose(Loss.TAKEN_OVER)
+            raise ConcurrentTaskModificationError(lease.task_id)
+        await self._event_stream.publish(
+            lease.task_id,
+            VersionedEvent(event=event, version=manager.current_version),
+        )
+        await self._push.send_outcome(lease.task_id, event)
+        self._log(claim, 'It runs again', warn=True)
+        stored = await manager.get_task()
+        return stored if stored is not None else task
+
+    # Ending the task.
 
     async def _fail(
         self,
         claim: Claim,
         manager: TaskManager,
         task: Task | None,
-        decision: Fail,
+        reason: str,
     ) -> None:
         lease = claim.lease
         if task is None:
@@ -338,14 +553,7 @@ class Recovery:
                 status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
             )
             await manager.save_task_event(task)
-        event = failed_event(
-            lease=lease,
-            context_id=task.context_id,
-            reason=decision.reason,
-            cause=claim.cause,
-            silence=claim.silence,
-            from_session=claim.from_session,
-        )
+        event = failed_event(claim, context_id=task.context_id, reason=reason)
         await manager.save_task_event(event)
         await self._event_stream.publish(
             lease.task_id,
@@ -405,3 +613,7 @@ class Recovery:
             'cause': claim.cause.value,
             'action': action,
         }
+
+
+def _tokens(claims: Iterable[Claim]) -> dict[str, int]:
+    return {claim.lease.task_id: claim.lease.token for claim in claims}

@@ -701,8 +701,8 @@ class DatabaseLeaseStore(LeaseStore):
         )
         crashed_in = [
             each
-            for each, state in sessions.items()
-            if state is not SessionState.CLOSED
+            for each, session in sessions.items()
+            if not _is_closed(session)
         ]
 
         async def work(connection: AsyncConnection) -> Sequence[ClaimedLease]:
@@ -755,21 +755,19 @@ class DatabaseLeaseStore(LeaseStore):
 
     async def _ended_sessions(
         self, service: str, ended: Collection[str] | None
-    ) -> dict[str, SessionState | None]:
+    ) -> dict[str, Session | None]:
         """Returns which of the sessions have ended, and how."""
         leases, sessions = self._leases, self._sessions
         if ended is not None:
             rows = await self._read(
-                select(
-                    sessions.c.id.label('session_id'), sessions.c.state
-                ).where(
+                select(sessions.c.id.label('session_id'), sessions).where(
                     sessions.c.id.in_(list(ended)),
                     sessions.c.state != SessionState.OPEN.value,
                 )
             )
         else:
             rows = await self._read(
-                select(leases.c.session_id, sessions.c.state)
+                select(leases.c.session_id, sessions)
                 .distinct()
                 .outerjoin(sessions, sessions.c.id == leases.c.session_id)
                 .where(
@@ -782,9 +780,7 @@ class DatabaseLeaseStore(LeaseStore):
                 )
             )
         return {
-            row.session_id: (
-                SessionState(row.state) if row.state is not None else None
-            )
+            row.session_id: _session(row) if row.id is not None else None
             for row in rows
         }
 
@@ -1013,15 +1009,13 @@ def _lease(row: Any) -> TaskLease:  # noqa: ANN401
 
 def _claimed(
     lease: TaskLease,
-    sessions: Mapping[str, SessionState | None],
+    sessions: Mapping[str, Session | None],
     *,
     claimer: str,
 ) -> ClaimedLease:
     previous = lease.session_id or ''
-    how = sessions[previous]
-    crashed = (
-        lease.state is LeaseState.RUNNING and how is not SessionState.CLOSED
-    )
+    session = sessions[previous]
+    crashed = lease.state is LeaseState.RUNNING and not _is_closed(session)
     return ClaimedLease(
         lease=dataclasses.replace(
             lease,
@@ -1032,5 +1026,9 @@ def _claimed(
         ),
         previous_session_id=previous,
         previous_state=lease.state,
-        previous_session_state=how,
+        previous_session=session,
     )
+
+
+def _is_closed(session: Session | None) -> bool:
+    return session is not None and session.state is SessionState.CLOSED

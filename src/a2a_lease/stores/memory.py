@@ -367,11 +367,11 @@ class InMemoryLeaseStore(LeaseStore):
                     self._turns.pop(key, None)
                 elif len(claimed) < limit:
                     session = self._sessions.get(previous)
-                    how = session.state if session is not None else None
-                    crashed = (
-                        lease.state is LeaseState.RUNNING
-                        and how is not SessionState.CLOSED
+                    closed = (
+                        session is not None
+                        and session.state is SessionState.CLOSED
                     )
+                    crashed = lease.state is LeaseState.RUNNING and not closed
                     taken = dataclasses.replace(
                         lease,
                         session_id=session_id,
@@ -385,7 +385,7 @@ class InMemoryLeaseStore(LeaseStore):
                             lease=taken,
                             previous_session_id=previous,
                             previous_state=lease.state,
-                            previous_session_state=how,
+                            previous_session=session,
                         )
                     )
         return claimed

@@ -410,6 +410,8 @@ class LeaseStoreConformance:
             SERVICE, session_id=me, limit=100, ended=[fenced, closed, alive]
         )
         found = {c.lease.task_id: c for c in claimed}
+        sessions = {s.id: s for s in await store.sessions()}
+        sessions |= {'f': sessions[fenced], 'c': sessions[closed]}
         assert set(found) == {
             f'{name} {state}'
             for name in 'fc'
@@ -425,9 +427,7 @@ class LeaseStoreConformance:
             assert claim.previous_session_id == (
                 fenced if name == 'f' else closed
             )
-            assert claim.previous_session_state is (
-                SessionState.FENCED if name == 'f' else SessionState.CLOSED
-            )
+            assert claim.previous_session == sessions[name]
             crashed = task_id == 'f running'
             assert claim.lease.attempt == (2 if crashed else 1)
         for name in 'fc':
@@ -461,6 +461,9 @@ class LeaseStoreConformance:
             SERVICE, session_id=me, limit=100, ended=None
         )
         assert {c.lease.task_id for c in claimed} == {'left', 'held'}
+        sessions = {s.id: s for s in await store.sessions()}
+        for claim in claimed:
+            assert claim.previous_session == sessions[claim.previous_session_id]
         assert not await store.claim(
             SERVICE, session_id=me, limit=100, ended=None
         )
@@ -563,7 +566,8 @@ class LeaseStoreConformance:
         )
         assert claimed.lease.task_id == 'stopped'
         assert claimed.lease.attempt == 1
-        assert claimed.previous_session_state is SessionState.CLOSED
+        assert claimed.previous_session is not None
+        assert claimed.previous_session.state is SessionState.CLOSED
 
     async def test_a_free_lease_is_not_handed_over(
         self, store: LeaseStore

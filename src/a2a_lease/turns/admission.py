@@ -23,6 +23,7 @@ from a2a_lease.model import LeaseRequest
 from a2a_lease.turns.call_context import hold_of
 from a2a_lease.turns.marks import is_terminal, mark_of
 from a2a_lease.turns.outage import is_outage, pauses
+from a2a_lease.turns.record import TurnRecord
 from a2a_lease.turns.turn import Turn
 
 
@@ -57,7 +58,9 @@ class Admission:
         task_store: VersionedTaskStore,
         settings: LeaseSettings,
         clock: Clock,
+        keeps_requests: bool,
     ) -> None:
+        self._keeps_requests = keeps_requests
         self._turns = turns
         self._replica = replica
         self._task_store = task_store
@@ -194,7 +197,30 @@ class Admission:
             expected_token=looked_at.token if looked_at is not None else None,
             before=mark_of(task.status) if task is not None else None,
             call_context=turn.kept_context,
+            turn=self._record(turn, context),
         )
+
+    def _record(self, turn: Turn, context: RequestContext) -> bytes | None:
+        """Writes down how the turn begins, if it may have to run again."""
+        if not self._keeps_requests or turn.params is None:
+            return None
+        record = TurnRecord.of(
+            turn.params,
+            task_id=context.task_id or '',
+            context_id=context.context_id or '',
+            task=context.current_task,
+        ).dump()
+        if len(record) <= self._settings.request_limit:
+            return record
+        logger.warning(
+            'The request of task %s has %d bytes, more than request_limit '
+            '(%d), and is not stored: if this replica dies, the task fails.',
+            context.task_id,
+            len(record),
+            self._settings.request_limit,
+            extra={'task_id': context.task_id},
+        )
+        return None
 
 
 class LeasedContextBuilder(RequestContextBuilder):
@@ -227,7 +253,11 @@ class LeasedContextBuilder(RequestContextBuilder):
     ) -> RequestContext:
         """Builds the request context once its turn may begin."""
         turn = hold_of(context)
-        if isinstance(turn, Turn) and task_id is not None:
+        if (
+            isinstance(turn, Turn)
+            and turn.again is None
+            and task_id is not None
+        ):
             turn.looked_at = await self._admission.wait(
                 task_id, until=turn.until
             )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextvars
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 from a2a_lease.errors import LeaseError
 
 
 if TYPE_CHECKING:
     import asyncio
+
+    from a2a.types.a2a_pb2 import Task
 
     from a2a_lease.turns.turn import Turn
 
@@ -43,6 +46,51 @@ class CurrentLease:
     def attempt(self) -> int:
         """1, and one more for each time the turn crashed before."""
         return self._turn.lease.attempt
+
+    @property
+    def checkpoint(self) -> Any:  # noqa: ANN401
+        """What the last attempt saved, or this one since; None for nothing."""
+        kept = self._turn.checkpoint
+        return None if kept is None else json.loads(kept)
+
+    async def save_checkpoint(self, value: Any) -> None:  # noqa: ANN401
+        """Stores how far the agent has come, for another attempt.
+
+        A turn that crashes and runs again finds it in `checkpoint`, as the
+        details of a heartbeat in Temporal. Save it after the event that it
+        stands for: a crash in between repeats that event, the other order
+        would lose it.
+
+        Args:
+            value: Anything that JSON can hold, up to the setting
+                `checkpoint_limit`.
+
+        Raises:
+            LeaseLostError: The lease is lost; stop working.
+            TypeError: JSON cannot hold the value.
+            ValueError: It is too large, or holds a number that JSON has not.
+        """
+        data = json.dumps(
+            value, separators=(',', ':'), allow_nan=False
+        ).encode()
+        limit = self._turn.checkpoint_limit
+        if len(data) > limit:
+            raise ValueError(
+                f'The checkpoint has {len(data)} bytes as JSON; at most '
+                f'{limit} are stored. Keep large things elsewhere, and save '
+                f'where; or raise LeaseSettings(checkpoint_limit=...).'
+            )
+        await self._turn.save_checkpoint(data)
+
+    @property
+    def stored_task(self) -> Task | None:
+        """The task as it was stored when this attempt began.
+
+        On another attempt it has what the last one produced, while
+        `RequestContext.current_task` reads as it did the first time. Do not
+        change it.
+        """
+        return self._turn.stored_task
 
     @property
     def lost(self) -> asyncio.Event:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from a2a.server.events import EventQueue
+from a2a.types.a2a_pb2 import (
+    Message,
+    Task,
+    TaskArtifactUpdateEvent,
+    TaskState,
+    TaskStatus,
+    TaskStatusUpdateEvent,
+)
 
 from a2a_lease.turns.hold import Loss
 
@@ -13,10 +22,19 @@ from a2a_lease.turns.hold import Loss
 if TYPE_CHECKING:
     from a2a.server.events.event_queue import Event
 
+    from a2a_lease.turns.record import TurnRecord
     from a2a_lease.turns.turn import Turn
 
 
 logger = logging.getLogger(__name__)
+
+_JUST_CREATED = frozenset(
+    {
+        TaskState.TASK_STATE_UNSPECIFIED,
+        TaskState.TASK_STATE_SUBMITTED,
+        TaskState.TASK_STATE_WORKING,
+    }
+)
 
 
 class TurnQueue(EventQueue):
@@ -25,6 +43,7 @@ class TurnQueue(EventQueue):
     def __init__(self, inner: EventQueue, turn: Turn) -> None:
         self._inner = inner
         self._turn = turn
+        self._first = True
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Forwards what this SDK version knows and this class does not."""
@@ -42,13 +61,74 @@ class TurnQueue(EventQueue):
             if not turn.settled_for_good:
                 turn.lose(Loss.DIED)
             return
-        turn.enqueued(event)
-        await self._inner.enqueue_event(event)
+        events = [event]
+        if turn.again is not None:
+            events = said_again(event, turn.again, first=self._first)
+        self._first = False
+        for each in events:
+            turn.enqueued(each)
+            await self._inner.enqueue_event(each)
 
     def closed(self) -> bool:
         """Whether the SDK has stopped to process what is in the queue."""
         is_closed = getattr(self._inner, 'is_closed', None)
         return bool(is_closed()) if is_closed is not None else False
+
+
+def said_again(event: Event, record: TurnRecord, *, first: bool) -> list[Event]:
+    """Fits an event of a turn that runs again to the task that is there.
+
+    Recovery has stored the task before. The SDK would pass a `Task` event on
+    to clients but not save it, and would not take a `Message` for the end.
+
+    Args:
+        event: What the agent emitted.
+        record: How the turn began.
+        first: Whether it is the first event of this run.
+    """
+    if isinstance(event, Task):
+        return _changes(event)
+    if isinstance(event, Message) and first:
+        status = TaskStatus(state=TaskState.TASK_STATE_COMPLETED)
+        if record.status is not None:
+            # The reply changed nothing the first time: the task goes on to
+            # wait for its user.
+            status.state = record.status.state
+        status.timestamp.FromDatetime(datetime.now(UTC))
+        status.message.CopyFrom(event)
+        status.message.task_id = record.message.task_id
+        status.message.context_id = record.message.context_id
+        return [
+            TaskStatusUpdateEvent(
+                task_id=record.message.task_id,
+                context_id=record.message.context_id,
+                status=status,
+            )
+        ]
+    return [event]
+
+
+def _changes(task: Task) -> list[Event]:
+    """Returns what a `Task` event brings beyond the creation of its task."""
+    events: list[Event] = [
+        TaskArtifactUpdateEvent(
+            task_id=task.id,
+            context_id=task.context_id,
+            artifact=artifact,
+            last_chunk=True,
+        )
+        for artifact in task.artifacts
+    ]
+    if task.status.state not in _JUST_CREATED or task.HasField('metadata'):
+        events.append(
+            TaskStatusUpdateEvent(
+                task_id=task.id,
+                context_id=task.context_id,
+                status=task.status,
+                metadata=task.metadata,
+            )
+        )
+    return events
 
 
 class ClosedQueue(EventQueue):

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from a2a.server.agent_execution import AgentExecutor, RequestContext
+from a2a.types.a2a_pb2 import Task
 from a2a.utils.errors import A2AError, InternalError
 
 from a2a_lease.errors import LeaseConfigurationError, LeaseError
@@ -66,7 +67,16 @@ class LeasedExecutor(AgentExecutor):
                 'execute() was reached without a turn: call the handler '
                 'through on_message_send or on_message_send_stream.'
             )
-        await self._begin(turn, context)
+        if turn.again is None:
+            await self._begin(turn, context)
+        else:
+            self._turns.begin(turn, turn.lease.task_id)
+        task = context.current_task
+        if task is not None:
+            turn.stored_task = Task()
+            turn.stored_task.CopyFrom(task)
+            if turn.again is not None:
+                context.current_task = turn.again.as_it_began(task)
         queue = TurnQueue(event_queue, turn)
         turn.is_deaf = queue.closed
         turn.request_context = context

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from a2a.types.a2a_pb2 import Message, Task, TaskStatusUpdateEvent
 
-from a2a_lease.turns.marks import INTERRUPTED, TERMINAL, is_terminal
+from a2a_lease.turns.marks import (
+    INTERRUPTED,
+    TERMINAL,
+    is_taken_over,
+    is_terminal,
+)
 from a2a_lease.turns.stopping import stop
 
 
@@ -171,8 +176,16 @@ async def follow(
             if not versioned.version.is_after(after):
                 continue
             seen = versioned.version
-            yield versioned.event
-            if ends_stream(versioned.event):
+            event = versioned.event
+            if is_taken_over(event):
+                # What its owner saved but did not live to publish is in the
+                # task only.
+                stored = await task_store.get(task_id, context)
+                if stored is not None:
+                    event, seen = stored.task, stored.version
+                    after = seen
+            yield event
+            if ends_stream(event):
                 return
     finally:
         await pump.aclose()

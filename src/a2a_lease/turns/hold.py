@@ -32,6 +32,8 @@ class Loss(StrEnum):
     """This replica shuts down."""
     DIED = 'died'
     """The turn can save nothing more, on a replica that lives."""
+    SILENT = 'silent'
+    """The agent was not heard of for too long, on a replica that lives."""
 
 
 class Hold:
@@ -49,6 +51,19 @@ class Hold:
         """Begins: the lease was acquired or claimed under this session."""
         self._lease = lease
         self._session = session
+
+    def hold_after(
+        self, other: Hold, lease: TaskLease, version: TaskVersion
+    ) -> None:
+        """Begins where another hold of the same lease ends.
+
+        Args:
+            other: That hold; its session goes on.
+            lease: The lease as it is now.
+            version: What the other one saved last.
+        """
+        self.hold(lease, other.session)
+        self._own_version = version
 
     @property
     def held(self) -> bool:

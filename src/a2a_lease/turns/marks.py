@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from a2a.types.a2a_pb2 import Task, TaskState, TaskStatus
+from a2a.types.a2a_pb2 import (
+    Task,
+    TaskState,
+    TaskStatus,
+    TaskStatusUpdateEvent,
+)
 
 from a2a_lease.model import TaskMark
 
@@ -27,6 +32,19 @@ INTERRUPTED = frozenset(
         TaskState.TASK_STATE_AUTH_REQUIRED,
     }
 )
+
+
+METADATA_KEY = 'a2a_lease'
+"""Under this key the metadata of event, message and task say what happened."""
+
+
+def is_taken_over(event: object) -> bool:
+    """Whether this is the event after which a turn runs again."""
+    return (
+        isinstance(event, TaskStatusUpdateEvent)
+        and event.status.state == TaskState.TASK_STATE_WORKING
+        and METADATA_KEY in event.metadata
+    )
 
 
 def is_terminal(task: Task) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         TaskVersion,
         VersionedTaskStore,
     )
+    from a2a.server.context import ServerCallContext
     from a2a.server.events.event_queue import Event
 
     from a2a_lease.model import LeaseRequest, TaskLease
@@ -81,6 +82,8 @@ class Turns:
         self._clock = clock
         self._by_task: dict[str, list[Turn]] = {}
         self._held: dict[Turn, None] = {}
+        self._heard: dict[Turn, tuple[int, float]] = {}
+        """How often each agent was heard of, and since when."""
         self._gone: dict[Turn, asyncio.Event] = {}
         self._order: dict[Turn, asyncio.Lock] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -98,6 +101,30 @@ class Turns:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def new_turn(
+        self,
+        *,
+        context: ServerCallContext,
+        owner: str,
+        kept_context: bytes,
+    ) -> Turn:
+        """Makes a turn that has not begun.
+
+        Args:
+            context: The call context of the request.
+            owner: Whose task it is.
+            kept_context: The call context as the lease keeps it.
+        """
+        return Turn(
+            self.store,
+            context=context,
+            owner=owner,
+            kept_context=kept_context,
+            until=self._clock.monotonic() + self._settings.acquire_timeout,
+            checkpoint_limit=self._settings.checkpoint_limit,
+            on_loss=self.lost,
+        )
 
     def begin(self, turn: Turn, task_id: str) -> None:
         """Takes in a turn that has acquired."""
@@ -119,6 +146,7 @@ class Turns:
         if not turns:
             self._by_task.pop(task_id, None)
         self._held.pop(turn, None)
+        self._heard.pop(turn, None)
         self._order.pop(turn, None)
         gone = self._gone.pop(turn, None)
         if gone is not None:
@@ -213,7 +241,11 @@ class Turns:
             return
         if turn.settled:
             self._let_go(turn, keep_token=not turn.settled_for_good)
-        elif turn.changed_nothing and turn.lease.before is None:
+        elif (
+            turn.changed_nothing
+            and turn.lease.before is None
+            and turn.again is None
+        ):
             # It answered with a Message, or with nothing: there is no task.
             # After an exception the SDK creates one as FAILED.
             if turn.ending is not Ending.RAISED:
@@ -367,7 +399,10 @@ class Turns:
             if turn.agent is not None:
                 turn.agent.cancel()
             self.spawn(self._watch_stop(turn))
-        if turn.loss is Loss.DIED and self.dead_turns is not None:
+        if (
+            turn.loss in (Loss.DIED, Loss.SILENT)
+            and self.dead_turns is not None
+        ):
             self.dead_turns.adopt(turn)
         if turn.ended.is_set():
             self.drop(turn, task_id)
@@ -437,6 +472,31 @@ class Turns:
                     turn.lose(Loss.DIED)
                 elif turn.agent is not None:
                     turn.agent.cancel()
+            elif self._is_silent(turn, now):
+                logger.warning(
+                    'The agent of task %s emitted nothing for '
+                    'inactivity_timeout (%g s). Its turn is stopped and '
+                    'counts as abandoned.',
+                    turn.lease.task_id,
+                    self._settings.inactivity_timeout,
+                    extra=self._fields(turn),
+                )
+                turn.lose(Loss.SILENT)
+
+    def _is_silent(self, turn: Turn, now: float) -> bool:
+        limit = self._settings.inactivity_timeout
+        if limit is None or turn.ending is not None:
+            return False
+        sounds, since = self._heard.get(turn, (-1, now))
+        # A pause may last, and what waits to be saved was emitted.
+        if (
+            sounds != turn.sounds
+            or turn.state is not LeaseState.RUNNING
+            or turn.has_pending
+        ):
+            self._heard[turn] = turn.sounds, now
+            return False
+        return now - since > limit
 
     def unnoted(self) -> dict[str, int]:
         """Tasks that were created here and whose leases do not say so yet."""

@@ -67,7 +67,12 @@ class LeasedTaskStore(VersionedTaskStore):
             permit=_while_held(hold, task_id),
             tries=_tries(hold),
         )
-        if stored is not None and hold is not None and hold.held:
+        if stored is None or hold is None:
+            return stored
+        if isinstance(hold, Turn) and not hold.held:
+            # What the client has seen when the turn begins.
+            hold.seen_version = stored.version
+        elif hold.held:
             terminal = is_terminal(stored.task)
             hold.read(stored.version, terminal=terminal)
             if (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import deque
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from a2a.types.a2a_pb2 import Task
+from a2a.types.a2a_pb2 import Task, TaskStatus
 
+from a2a_lease.errors import LeaseLostError
 from a2a_lease.model import LeaseState
 from a2a_lease.turns.hold import Hold, Loss
 from a2a_lease.turns.marks import (
@@ -18,6 +20,7 @@ from a2a_lease.turns.marks import (
     has_settled,
     was_interrupted,
 )
+from a2a_lease.turns.outage import is_outage, pauses
 
 
 if TYPE_CHECKING:
@@ -27,12 +30,13 @@ if TYPE_CHECKING:
     from a2a.server.cluster import TaskVersion
     from a2a.server.context import ServerCallContext
     from a2a.server.events.event_queue import Event
-    from a2a.types.a2a_pb2 import TaskStatus
+    from a2a.types.a2a_pb2 import SendMessageRequest
     from a2a.utils.errors import A2AError
 
     from a2a_lease.model import TaskLease
     from a2a_lease.replica.session import LiveSession
     from a2a_lease.stores.lease_store import LeaseStore
+    from a2a_lease.turns.record import TurnRecord
 
 
 class Ending(StrEnum):
@@ -58,6 +62,7 @@ class Turn(Hold):
         owner: str,
         kept_context: bytes,
         until: float,
+        checkpoint_limit: int,
         on_loss: Callable[[Turn], None],
     ) -> None:
         super().__init__(store)
@@ -68,6 +73,7 @@ class Turn(Hold):
         """The call context as the lease keeps it."""
         self.until = until
         """How long the request may wait to begin, by the clock."""
+        self.checkpoint_limit = checkpoint_limit
         self.request_context: RequestContext | None = None
         self.looked_at: TaskLease | None = None
         """The lease as admission saw it, which the acquire must find."""
@@ -93,6 +99,16 @@ class Turn(Hold):
         """The newest version that this turn read or wrote while it held."""
         self.ended_at = 0.0
         self.noted_stored = False
+        self.params: SendMessageRequest | None = None
+        """The request, as the SDK is given it."""
+        self.again: TurnRecord | None = None
+        """How the turn began, if this is not its first run."""
+        self.stored_task: Task | None = None
+        """The task as stored when this run began."""
+        self.checkpoint: bytes | None = None
+        """What the last attempt saved, or this one since."""
+        self.sounds = 0
+        """How often the agent was heard of."""
         self._loop = asyncio.get_running_loop()
         self._on_loss = on_loss
         self._pending: deque[Event] = deque()
@@ -106,6 +122,38 @@ class Turn(Hold):
         # Fenced between the acquire and its answer.
         if session.ended:
             self.lose(Loss.TAKEN_OVER)
+
+    def run_again(
+        self,
+        claim: Hold,
+        *,
+        record: TurnRecord,
+        stored: Task,
+        version: TaskVersion,
+        checkpoint: bytes | None,
+    ) -> None:
+        """Begins once more: recovery has claimed the lease and saved.
+
+        Args:
+            claim: Recovery's hold of the lease.
+            record: How the turn began.
+            stored: The task as recovery saved it.
+            version: The version of that.
+            checkpoint: What the last attempt left.
+        """
+        self.again = record
+        self.checkpoint = checkpoint
+        self.status = TaskStatus()
+        self.status.CopyFrom(stored.status)
+        self.saved = True
+        self.seen_version = version
+        self.hold_after(
+            claim,
+            dataclasses.replace(
+                claim.lease, state=LeaseState.RUNNING, task_stored=True
+            ),
+            version,
+        )
 
     def lose(self, loss: Loss) -> None:
         """Refuses all saves from now on and stops the agent.
@@ -159,6 +207,34 @@ class Turn(Hold):
         """Whether the turn left no trace, as when it answers with a Message."""
         return not self.saved
 
+    async def save_checkpoint(self, data: bytes) -> None:
+        """Stores how far the agent has come, for another attempt.
+
+        Raises:
+            LeaseLostError: The lease is lost; another turn may run by now.
+        """
+        self.sounds += 1
+        lease = self.lease
+        for pause in pauses():
+            if self.loss is not None:
+                raise LeaseLostError(lease.task_id)
+            try:
+                saved = await self._store.save_checkpoint(
+                    lease.service,
+                    lease.task_id,
+                    token=lease.token,
+                    checkpoint=data,
+                )
+                break
+            except Exception as error:
+                if not is_outage(error):
+                    raise
+            await asyncio.sleep(pause)
+        if not saved:
+            self.lose(Loss.TAKEN_OVER)
+            raise LeaseLostError(lease.task_id)
+        self.checkpoint = data
+
     @property
     def reads_paused(self) -> bool:
         """Whether the stored task waits for its user, settled or not.
@@ -174,6 +250,7 @@ class Turn(Hold):
 
     def enqueued(self, event: Event) -> None:
         """Notes an event that the agent put into its queue."""
+        self.sounds += 1
         self._pending.append(event)
         self._drained.clear()
 
