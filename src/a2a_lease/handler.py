@@ -451,6 +451,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 super().on_message_send_stream(
                     params, with_hold(context, turn)
                 ),
+                turn,
                 turn.lost,
             )
         ) as events:
@@ -490,7 +491,9 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             try:
                 async with aclosing(
                     until_lost(
-                        super().on_subscribe_to_task(params, context), lost
+                        super().on_subscribe_to_task(params, context),
+                        local,
+                        lost,
                     )
                 ) as events:
                     async for event in events:
@@ -498,7 +501,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                         yield event
             finally:
                 self._turns.unwatch(task_id, lost)
-            if ended or not lost.is_set() or local.loss is Loss.HANDED_OVER:
+            if ended or local.loss in (None, Loss.HANDED_OVER):
                 return
             after = local.seen_version
         stored = await self._tasks.get(task_id, context)

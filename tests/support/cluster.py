@@ -115,6 +115,7 @@ class Cluster:
         size: int = 2,
         settings: dict[str, float] | None = None,
         service: str = 'commanded',
+        **config: Any,
     ) -> None:
         self.database = database
         self.folder = folder
@@ -128,6 +129,7 @@ class Cluster:
                     'folder': str(folder),
                     'service': service,
                     'settings': {**SETTINGS, **(settings or {})},
+                    **config,
                 },
             )
             for name in 'ABCDEFGH'[:size]

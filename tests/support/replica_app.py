@@ -46,8 +46,12 @@ from starlette.applications import Starlette
 
 from a2a_lease import (
     DatabaseLeaseStore,
+    FailAbandoned,
     LeaseSettings,
     LeasedRequestHandler,
+    ReExecute,
+    RecoveryPolicy,
+    RunAgain,
     current_lease,
 )
 from a2a_lease.demo.serving import serve
@@ -69,7 +73,10 @@ class CommandedAgent(AgentExecutor):
 
     `task`, a state, `artifact TEXT`, `append TEXT`, `message TEXT`,
     `wait GATE` (for a file of that name), `stubborn GATE` (the same, whatever
-    is done to it), `block SECONDS` (the event loop), `raise`, `oom`.
+    is done to it), `block SECONDS` (the event loop), `raise`, `oom`,
+    `sleep SECONDS`, `checkpoint VALUE`, `count N GATE` (appends numbers up to N, each with a
+    checkpoint, and waits for the gate after the first that this run adds).
+    `first COMMAND` is for the first attempt only, `later COMMAND` for others.
     """
 
     def __init__(self, folder: Path, replica: str) -> None:
@@ -103,7 +110,25 @@ class CommandedAgent(AgentExecutor):
 
     async def _do(self, command, rest, context, queue) -> None:
         task_id, context_id = context.task_id, context.context_id
-        if command == 'task':
+        lease = current_lease()
+        if command in ('first', 'later'):
+            if (lease.attempt == 1) == (command == 'first'):
+                command, _, rest = rest.partition(' ')
+                await self._do(command, rest, context, queue)
+        elif command == 'sleep':
+            await asyncio.sleep(float(rest))
+        elif command == 'checkpoint':
+            await lease.save_checkpoint(rest)
+        elif command == 'count':
+            number, _, gate = rest.partition(' ')
+            begin = (lease.checkpoint or {'counted': 0})['counted']
+            for each in range(begin, int(number)):
+                what = 'append' if each else 'artifact'
+                await self._do(what, f'{each} ', context, queue)
+                await lease.save_checkpoint({'counted': each + 1})
+                if each == begin:
+                    await self._gate(f'{gate}{each}')
+        elif command == 'task':
             await queue.enqueue_event(
                 Task(
                     id=task_id,
@@ -191,6 +216,28 @@ class ContextBuilder(DefaultServerCallContextBuilder):
         return HeaderUser(request.headers.get('x-user', ''))
 
 
+class Patient(RecoveryPolicy):
+    """Runs again once a gate is open; until then, a claim is only a claim."""
+
+    def __init__(self, folder: Path, gate: str) -> None:
+        self._gate = folder / f'gate-{gate}'
+        self._claimed = folder / 'claimed'
+
+    def decide(self, lease, task):
+        self._claimed.touch()
+        if not self._gate.exists():
+            return RunAgain(after=0.2)
+        return RunAgain()
+
+
+def make_policy(config: dict[str, Any]) -> RecoveryPolicy:
+    if 'decides_after' in config:
+        return Patient(Path(config['folder']), config['decides_after'])
+    if 're_execute' in config:
+        return ReExecute(**config['re_execute'])
+    return FailAbandoned()
+
+
 def make_app(config: dict[str, Any]) -> Starlette:
     engine = create_async_engine(config['database_url'])
     card = AgentCard(
@@ -216,6 +263,7 @@ def make_app(config: dict[str, Any]) -> Starlette:
         event_stream=DatabaseTaskEventStream(engine, poll_interval_s=0.1),
         lease_store=DatabaseLeaseStore(engine),
         settings=LeaseSettings(**config['settings']),
+        recovery=make_policy(config),
         push_config_store=configs,
         push_sender=BasePushNotificationSender(httpx.AsyncClient(), configs),
     )

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from a2a.server.context import ServerCallContext
     from a2a.server.events.event_queue import Event
 
+    from a2a_lease.turns.turn import Turn
+
 
 _T = TypeVar('_T')
 _LINGER = 1.0
@@ -106,27 +108,36 @@ class Pump(Generic[_T]):
 
 
 async def until_lost(
-    source: AsyncGenerator[Event, None], lost: asyncio.Event
+    source: AsyncGenerator[Event, None], turn: Turn, lost: asyncio.Event
 ) -> AsyncGenerator[Event, None]:
-    """Yields from a local stream, and leaves it soon after the loss."""
+    """Yields from a local stream, and leaves it soon after the loss.
+
+    Args:
+        source: The stream.
+        turn: The turn whose events it has.
+        lost: Set when the turn is lost.
+    """
     pump = Pump(source)
-    lingered = asyncio.Event()
+    left = asyncio.Event()
+    until = lost
     try:
         while True:
             try:
-                event = await pump.next(until=lost)
+                event = await pump.next(until=until)
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                break
-            yield event
-        asyncio.get_running_loop().call_later(_LINGER, lingered.set)
-        while True:
-            try:
-                event = await pump.next(until=lingered)
-            except (StopAsyncIteration, TimeoutError):
+                if until is left:
+                    return
+                until = left
+                asyncio.get_running_loop().call_later(_LINGER, left.set)
+            except Exception:
+                # A refused save, say: whoever took over tells the rest.
+                if turn.loss is None:
+                    raise
                 return
-            yield event
+            else:
+                yield event
     finally:
         await pump.aclose()
 
