@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +22,7 @@ from a2a.server.request_handlers import (
     validate_request_params,
 )
 from a2a.types.a2a_pb2 import (
+    AgentCard,
     SendMessageRequest,
     Task,
     TaskState,
@@ -35,12 +37,13 @@ from a2a.utils.task import apply_history_length
 from sqlalchemy.exc import DBAPIError
 
 from a2a_lease.errors import LeaseConfigurationError
-from a2a_lease.recovery.policy import FailAbandoned
+from a2a_lease.recovery.policy import FailAbandoned, RecoveryPolicy
 from a2a_lease.recovery.recovery import Recovery
 from a2a_lease.replica.clock import SYSTEM_CLOCK
 from a2a_lease.replica.replica import Replica
 from a2a_lease.settings import LeaseSettings
 from a2a_lease.shutdown import Shutdown
+from a2a_lease.stores.lease_store import LeaseStore
 from a2a_lease.turns.admission import Admission, LeasedContextBuilder
 from a2a_lease.turns.call_context import with_hold
 from a2a_lease.turns.codec import ContextCodec, survives
@@ -69,16 +72,16 @@ if TYPE_CHECKING:
         PushNotificationSender,
     )
     from a2a.types.a2a_pb2 import (
-        AgentCard,
         CancelTaskRequest,
+        GetTaskRequest,
+        ListTasksRequest,
+        ListTasksResponse,
         Message,
         SubscribeToTaskRequest,
     )
 
     from a2a_lease.model import Session, TaskLease
-    from a2a_lease.recovery.policy import RecoveryPolicy
     from a2a_lease.replica.session import LiveSession
-    from a2a_lease.stores.lease_store import LeaseStore
     from a2a_lease.turns.record import TurnRecord
     from a2a_lease.turns.turn import Turn
 
@@ -107,8 +110,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         task_store: VersionedTaskStore,
         agent_card: AgentCard,
         *,
-        event_stream: TaskEventStream,
-        lease_store: LeaseStore,
+        event_stream: TaskEventStream | None = None,
+        lease_store: LeaseStore | None = None,
         settings: LeaseSettings | None = None,
         recovery: RecoveryPolicy | None = None,
         context_codec: ContextCodec | None = None,
@@ -160,16 +163,30 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 "of each other's tasks through it. Use "
                 'DatabaseTaskEventStream of a2a.server.cluster.'
             )
+        if not isinstance(lease_store, LeaseStore):
+            raise LeaseConfigurationError(
+                f'lease_store must be a LeaseStore, such as '
+                f'DatabaseLeaseStore(engine), not {lease_store!r}.'
+            )
+        if not isinstance(agent_card, AgentCard):
+            raise LeaseConfigurationError(
+                f'agent_card must be an AgentCard, not {agent_card!r}.'
+            )
+        self.settings = settings or LeaseSettings()
+        if not isinstance(self.settings, LeaseSettings):
+            raise LeaseConfigurationError(
+                f'settings must be LeaseSettings(...), not {settings!r}.'
+            )
+        self._policy = recovery or FailAbandoned()
+        _check_policy(self._policy)
         self.service = (service or agent_card.name).strip()
         if not self.service:
             raise LeaseConfigurationError(
                 'The agent card has no name; pass service=, which tells the '
                 'leases of this agent from those of others.'
             )
-        self.settings = settings or LeaseSettings()
         self.lease_store = lease_store
         self._clock = SYSTEM_CLOCK
-        self._policy = recovery or FailAbandoned()
         self._codec = context_codec or ContextCodec()
         self._owner_resolver = owner_resolver or _owner_resolver(task_store)
         self._push = LeasedPushSender(push_sender)
@@ -264,6 +281,28 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             await self._replica.start()
             recovery.start()
             self._shutdown.listen()
+            session = self._replica.session
+            logger.info(
+                'Replica of service %r joined under session %s.',
+                self.service,
+                session.id if session is not None else None,
+                extra={
+                    'service': self.service,
+                    'session_id': session.id if session is not None else None,
+                    'ttl': self.settings.ttl,
+                },
+            )
+
+    async def _start_late(self) -> None:
+        """Starts at a request, if nobody did it before."""
+        if self._replica.started:
+            return
+        logger.warning(
+            'This handler was not started before its first request, so it '
+            'has watched nobody until now. Pass lifespan=handler.lifespan to '
+            'Starlette or FastAPI, or serve within `async with handler:`.'
+        )
+        await self.start()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Ends this replica's turns in order; other replicas take the rest.
@@ -288,13 +327,15 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             timeout = self.settings.drain_timeout
         if len(self._turns):
             logger.info(
-                'Draining: %d turns may go on for %g s.',
+                'Draining: running turns (%d) may go on for %g s.',
                 len(self._turns),
                 timeout,
             )
         if self._recovery is not None:
             await self._recovery.give_back()
-        await self._turns.wait_until_empty(timeout=timeout)
+        await self._shutdown.unless_hurried(
+            self._turns.wait_until_empty(timeout=timeout)
+        )
         self._turns.handing_over = True
         left = list(self._turns)
         for turn in left:
@@ -411,6 +452,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             # The SDK stopped waiting before the task got its last state, as
             # on a cancel.
             await self._wait_gone(turn)
+        if turn.loss is None:
             return await self._stored(turn, params, context) or result
         return await self._final(turn, params, context)
 
@@ -460,10 +502,13 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 yield event
         if turn.refusal is not None:
             raise turn.refusal
-        if ended or turn.loss is Loss.HANDED_OVER:
+        if ended:
             return
         if turn.loss is None:
             await self._wait_gone(turn)
+        if turn.loss is Loss.HANDED_OVER:
+            return
+        if turn.loss is None:
             task = await self._stored(turn, params, context)
             if task is not None and is_terminal(task):
                 yield outcome_event(task)
@@ -481,7 +526,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             raise UnsupportedOperationError(
                 'Streaming is not supported by the agent'
             )
-        await self.start()
+        await self._start_late()
         task_id = params.id
         local = self._turns.of(task_id)
         after: TaskVersion | None = None
@@ -519,11 +564,25 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             async for event in events:
                 yield event
 
+    async def on_get_task(
+        self, params: GetTaskRequest, context: ServerCallContext
+    ) -> Task | None:
+        """Returns a task, as the SDK does."""
+        await self._start_late()
+        return await super().on_get_task(params, context)
+
+    async def on_list_tasks(
+        self, params: ListTasksRequest, context: ServerCallContext
+    ) -> ListTasksResponse:
+        """Lists tasks, as the SDK does."""
+        await self._start_late()
+        return await super().on_list_tasks(params, context)
+
     async def on_cancel_task(
         self, params: CancelTaskRequest, context: ServerCallContext
     ) -> Task | None:
         """Cancels a task on whichever replica runs it, within bounds."""
-        await self.start()
+        await self._start_late()
         turn = self._turns.of(params.id)
         if turn is not None and (turn.loss or turn.ending):
             turn = None
@@ -608,7 +667,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
     async def _admit(self, context: ServerCallContext) -> Turn:
         """Makes the turn of a request, or refuses it before anything is."""
         self._admission.refuse_if_closed()
-        await self.start()
+        await self._start_late()
         try:
             kept, owner = survives(self._codec, context, self._owner_resolver)
         except ValueError as error:
@@ -706,6 +765,19 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             event_stream=self._events,
             context=context,
             look_every=_LOOK_EVERY,
+        )
+
+
+def _check_policy(policy: object) -> None:
+    if not isinstance(policy, RecoveryPolicy):
+        raise LeaseConfigurationError(
+            f'recovery must be a RecoveryPolicy, such as FailAbandoned(), not '
+            f'{policy!r}.'
+        )
+    if inspect.iscoroutinefunction(policy.decide):
+        raise LeaseConfigurationError(
+            f'{type(policy).__name__}.decide() must not be async: it decides '
+            f'from what it is given.'
         )
 
 

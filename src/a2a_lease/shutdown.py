@@ -8,9 +8,11 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
+from a2a_lease.turns.stopping import stop
+
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
     from types import FrameType
 
     from a2a_lease.turns.admission import Admission
@@ -58,6 +60,8 @@ class Shutdown:
         self._admission = admission
         self._draining: asyncio.Task[None] | None = None
         self._begun: asyncio.Task[None] | None = None
+        self._hurried = asyncio.Event()
+        """Set by a second signal: somebody will not wait."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._chained: dict[signal.Signals, _Chained] = {}
 
@@ -100,6 +104,19 @@ class Shutdown:
     def _begin(self) -> None:
         if self._begun is None:
             self._begun = asyncio.ensure_future(self._drain())  # type: ignore[assignment]
+        else:
+            self._hurried.set()
+
+    async def unless_hurried(self, wait: Coroutine[None, None, object]) -> None:
+        """Waits, but not after a second signal."""
+        waits = {
+            asyncio.ensure_future(wait),
+            asyncio.ensure_future(self._hurried.wait()),
+        }
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await stop(waits)
 
     async def once(self, drain: Callable[[], Any]) -> None:
         """Drains, or waits for the drain that is under way."""

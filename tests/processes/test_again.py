@@ -230,7 +230,7 @@ async def test_a_poison_task_takes_no_innocent_one_with_it(
         restarting = asyncio.ensure_future(next_life())
         try:
             failed = await cluster.until_state(poisoned, FAILED)
-            assert failed.metadata['a2a_lease']['attempt'] == 4
+            assert failed.metadata['a2a_lease']['attempt'] == 3
             for heard in innocent:
                 await cluster.until_state(heard.task_id, COMPLETED)
         finally:

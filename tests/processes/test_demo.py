@@ -82,6 +82,15 @@ async def test_it_shows_what_must_be_seen(database: str):
         assert await demo.leaves_nothing()
 
 
+async def test_it_shows_that_a_task_goes_on():
+    async with Demo('--policy', 're-execute') as demo:
+        code, out = await demo.ends()
+        assert code == 0, out
+        assert '16 of 16 chapters' in out
+        assert 'attempt 2' in out
+        assert await demo.leaves_nothing()
+
+
 async def test_it_says_what_is_missed_without_the_sweep():
     async with Demo('--sabotage') as demo:
         code, out = await demo.ends()

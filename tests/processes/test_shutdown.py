@@ -157,3 +157,23 @@ async def test_new_messages_are_refused_with_the_reason_while_draining(
         cluster.open_gate('end')
         await cluster.replicas[0].ended()
         assert (await cluster.task(running.task_id)).status.state == COMPLETED
+
+
+async def test_a_second_signal_hands_over_at_once(
+    database: Database, tmp_path: Path
+):
+    async with Cluster(
+        database, tmp_path, settings={'drain_timeout': 600.0}
+    ) as cluster:
+        running = await cluster.stream(0, 'task; working; wait never')
+        await running.until(lambda heard: WORKING in heard.states)
+        cluster.terminate(0)
+
+        async def drains():
+            return 'Draining' in cluster.replicas[0].log_tail(20)
+
+        await cluster.until(drains)
+        cluster.terminate(0)
+        await cluster.replicas[0].ended()
+        task = await cluster.until_state(running.task_id, FAILED)
+        assert task.metadata['a2a_lease']['reason'] == 'replica_closed'

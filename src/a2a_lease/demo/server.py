@@ -33,8 +33,11 @@ from starlette.applications import Starlette
 
 from a2a_lease import (
     DatabaseLeaseStore,
+    FailAbandoned,
     LeaseSettings,
     LeasedRequestHandler,
+    ReExecute,
+    RecoveryPolicy,
     current_lease,
 )
 from a2a_lease.demo.sabotage import without_sweep
@@ -44,6 +47,12 @@ from a2a_lease.demo.serving import serve
 if TYPE_CHECKING:
     from a2a.server.agent_execution import RequestContext
     from a2a.server.events import EventQueue
+
+
+POLICIES: dict[str, RecoveryPolicy] = {
+    'fail': FailAbandoned(),
+    're-execute': ReExecute(),
+}
 
 
 class Chapters(AgentExecutor):
@@ -77,13 +86,17 @@ class Chapters(AgentExecutor):
                 )
                 return
         await updates.start_work()
-        for number in range(1, int(wish) + 1):
-            if current_lease().lost.is_set():
+        lease = current_lease()
+        done = lease.checkpoint or 0
+        for number in range(done + 1, int(wish) + 1):
+            if lease.lost.is_set():
                 return
             await updates.add_artifact(
                 [Part(text=f'Chapter {number}')],
                 artifact_id=str(uuid.uuid5(uuid.NAMESPACE_OID, f'{number}')),
             )
+            # If this replica dies, another one goes on from here.
+            await lease.save_checkpoint(number)
             await asyncio.sleep(self._pause)
         await updates.complete()
 
@@ -101,7 +114,7 @@ def make_app(config: dict[str, Any]) -> Starlette:
 
     Args:
         config: Of the demo: `database_url`, `url`, `settings`,
-            `seconds_per_chapter` and `sabotage`.
+            `seconds_per_chapter`, `policy` and `sabotage`.
     """
     engine = create_async_engine(config['database_url'])
     card = AgentCard(
@@ -136,6 +149,7 @@ def make_app(config: dict[str, Any]) -> Starlette:
         event_stream=DatabaseTaskEventStream(engine),
         lease_store=without_sweep(leases) if config['sabotage'] else leases,
         settings=LeaseSettings(**config['settings']),
+        recovery=POLICIES[config['policy']],
         push_config_store=push_configs,
         push_sender=BasePushNotificationSender(
             httpx.AsyncClient(), push_configs

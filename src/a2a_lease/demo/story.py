@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _CHAPTERS_TOLD = 3
+_CHAPTERS = 16
+"""How many the task of the killed replica has, if it runs again."""
 
 
 @dataclass
@@ -50,6 +52,11 @@ class Party:
     states: list[int] = field(default_factory=list)
     task_id: str = ''
     chapters: int = 0
+    written: set[str] = field(default_factory=set)
+    """The chapters that are in the task, as this party has put it together."""
+    again_at: float | None = None
+    began_again_with: str = ''
+    completed_at: float | None = None
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     failed_at: float | None = None
 
@@ -59,8 +66,12 @@ class Party:
         if kind == 'artifact_update':
             self.chapters += 1
             self.task_id = response.artifact_update.task_id
-            if self.chapters <= _CHAPTERS_TOLD:
-                text = response.artifact_update.artifact.parts[0].text
+            text = response.artifact_update.artifact.parts[0].text
+            self.written.add(text)
+            if self.again_at is not None and not self.began_again_with:
+                self.began_again_with = text
+                self.report.says(self.name, text)
+            elif self.chapters <= _CHAPTERS_TOLD:
                 self.report.says(self.name, text)
             elif self.chapters == _CHAPTERS_TOLD + 1:
                 self.report.says(self.name, '...', 'and so on')
@@ -70,6 +81,16 @@ class Party:
                 said = ''.join(part.text for part in status.message.parts)
                 self.report.says(self.name, named(status.state), said)
             self.states.append(status.state)
+            if kind == 'task':
+                self.written |= _chapters(response.task)
+            if (
+                'a2a_lease' in getattr(response, kind).metadata
+                and status.state == TaskState.TASK_STATE_WORKING
+            ):
+                self.again_at = time.monotonic()
+                self.report.says(self.name, 'runs again', 'on another replica')
+            if status.state == TaskState.TASK_STATE_COMPLETED:
+                self.completed_at = time.monotonic()
             if status.state == TaskState.TASK_STATE_FAILED:
                 self.failed_at = time.monotonic()
         self.heard.set()
@@ -163,6 +184,7 @@ class Story:
         webhook: Webhook,
         report: Report,
         patience: float,
+        goes_on: bool,
     ) -> None:
         """Sets the scene.
 
@@ -173,12 +195,14 @@ class Story:
             report: Where everything is told.
             patience: Seconds after the kill after which nothing is awaited
                 any more.
+            goes_on: Whether the task of the killed replica runs again.
         """
         self._a, self._b, self._c = replicas
         self._webhook_url = webhook_url
         self._webhook = webhook
         self._report = report
         self._patience = patience
+        self._goes_on = goes_on
 
     async def play(self) -> None:
         """Plays it, and reports each expectation as met or missed."""
@@ -203,7 +227,12 @@ class Story:
         client_stream = asyncio.ensure_future(
             listen(
                 client,
-                at_a.send_message(ask('1000', push_to=self._webhook_url)),
+                at_a.send_message(
+                    ask(
+                        str(_CHAPTERS if self._goes_on else 1000),
+                        push_to=self._webhook_url,
+                    )
+                ),
             )
         )
         await client.until(lambda: client.chapters >= 1)
@@ -223,11 +252,69 @@ class Story:
         broke = await client_stream
         report.expects('the stream of its own client breaks', broke)
 
+        tells = self._run_again if self._goes_on else self._failed
+        await tells(killed_at, subscription, subscriber, at_c, task_id)
+        await self._nothing_else(at_c, paused, long, long_stream)
+
+    async def _run_again(
+        self,
+        killed_at: float,
+        subscription: Awaitable[str | None],
+        subscriber: Party,
+        at_c: Client,
+        task_id: str,
+    ) -> None:
+        report = self._report
+        webhook = self._webhook.party
+        await self._within(subscription)
+        report.expects(
+            'the task runs again elsewhere, from where it had come to',
+            webhook.began_again_with not in ('', 'Chapter 1'),
+            seen=webhook.began_again_with,
+            after=_since(killed_at, webhook.again_at),
+        )
+        report.expects(
+            'a subscriber on another replica gets the rest on the same stream',
+            len(subscriber.written) == _CHAPTERS
+            and subscriber.states[-1] == TaskState.TASK_STATE_COMPLETED,
+            seen=f'{len(subscriber.written)} of {_CHAPTERS} chapters',
+            after=_since(killed_at, subscriber.completed_at),
+        )
+        pushed = await self._within(
+            webhook.until(lambda: webhook.completed_at is not None)
+        )
+        report.expects(
+            'the webhook is told COMPLETED, once, and never FAILED',
+            pushed
+            and _count_failed(webhook) == 0
+            and webhook.states.count(TaskState.TASK_STATE_COMPLETED) == 1,
+            after=_since(killed_at, webhook.completed_at),
+        )
+        task = await at_c.get_task(GetTaskRequest(id=task_id))
+        details = dict(task.metadata).get('a2a_lease')
+        attempt = int(details['attempt']) if details is not None else 1
+        report.expects(
+            'GetTask on a third replica says COMPLETED at the second attempt',
+            task.status.state == TaskState.TASK_STATE_COMPLETED
+            and attempt == 2  # noqa: PLR2004
+            and len(task.artifacts) == len(_chapters(task)) == _CHAPTERS,
+            seen=f'{named(task.status.state)}, attempt {attempt}',
+        )
+
+    async def _failed(
+        self,
+        killed_at: float,
+        subscription: Awaitable[str | None],
+        subscriber: Party,
+        at_c: Client,
+        task_id: str,
+    ) -> None:
+        report = self._report
         failed = await self._within(subscription)
         report.expects(
             'a subscriber on another replica gets FAILED, and its stream ends',
             failed and _count_failed(subscriber) == 1,
-            after=_after(killed_at, subscriber),
+            after=_since(killed_at, subscriber.failed_at),
         )
         webhook = self._webhook.party
         pushed = await self._within(
@@ -236,7 +323,7 @@ class Story:
         report.expects(
             'the webhook is told FAILED, once',
             pushed and _count_failed(webhook) == 1,
-            after=_after(killed_at, webhook),
+            after=_since(killed_at, webhook.failed_at),
         )
         task = await at_c.get_task(GetTaskRequest(id=task_id))
         details = dict(task.metadata).get('a2a_lease')
@@ -247,7 +334,6 @@ class Story:
             and reason == 'replica_lost',
             seen=f'{named(task.status.state)} {reason}',
         )
-        await self._nothing_else(at_c, paused, long, long_stream)
 
     async def _nothing_else(
         self,
@@ -292,10 +378,12 @@ def _count_failed(party: Party) -> int:
     return party.states.count(TaskState.TASK_STATE_FAILED)
 
 
-def _after(killed_at: float, party: Party) -> float | None:
-    if party.failed_at is None:
-        return None
-    return party.failed_at - killed_at
+def _since(killed_at: float, moment: float | None) -> float | None:
+    return moment - killed_at if moment is not None else None
+
+
+def _chapters(task: Task) -> set[str]:
+    return {part.text for a in task.artifacts for part in a.parts}
 
 
 async def _only_task(events: AsyncIterator[StreamResponse]) -> Task:

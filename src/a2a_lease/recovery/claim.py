@@ -43,6 +43,11 @@ class Claim(Hold):
         """Whether the turn had ended, without settling, in good order."""
         self.silence = silence
         """Seconds for which the replica was not heard of."""
+        self.attempts = lease.attempt
+        """How often the turn has run."""
+        if cause is not Cause.REPLICA_CLOSED:
+            # The lease counts the next one already.
+            self.attempts = max(1, lease.attempt - 1)
         self.from_session = from_session
 
     @classmethod

@@ -57,7 +57,7 @@ def failed_event(claim: Claim, *, context_id: str, reason: str) -> _Event:
             parts=[Part(text=reason)],
         )
     )
-    event.status.message.metadata.update({METADATA_KEY: _details(claim)})
+    event.status.message.metadata.update(event.metadata)
     return event
 
 
@@ -77,15 +77,19 @@ def _event(claim: Claim, state: TaskState, *, context_id: str) -> _Event:
     event = TaskStatusUpdateEvent(
         task_id=claim.lease.task_id, context_id=context_id, status=status
     )
-    event.metadata.update({METADATA_KEY: _details(claim)})
+    event.metadata.update({METADATA_KEY: _details(claim, state)})
     return event
 
 
-def _details(claim: Claim) -> dict[str, str | float]:
+def _details(claim: Claim, state: TaskState) -> dict[str, str | float]:
     # Clients read it, so it names no host.
     return {
         'reason': claim.cause.value,
         'silence_seconds': round(claim.silence, 3),
-        'attempt': claim.lease.attempt,
+        'attempt': (
+            claim.attempts
+            if state == TaskState.TASK_STATE_FAILED
+            else claim.lease.attempt
+        ),
         'session': claim.from_session,
     }

@@ -18,7 +18,7 @@ from a2a_lease.errors import LeaseError, SessionEndedError
 from a2a_lease.model import LeaseState
 from a2a_lease.recovery.claim import Claim
 from a2a_lease.recovery.outcome import Cause, failed_event, running_event
-from a2a_lease.recovery.policy import Fail, RunAgain
+from a2a_lease.recovery.policy import Fail, Leave, RunAgain
 from a2a_lease.recovery.room import Room
 from a2a_lease.turns.call_context import with_hold
 from a2a_lease.turns.hold import Loss
@@ -323,8 +323,9 @@ class Recovery:
                 else:
                     logger.exception(
                         'Task %s cannot be recovered; it is set aside and '
-                        'tried again in %.0f s (try %d). Look at what is '
-                        'stored of it.',
+                        'tried again in %.0f s (try %d). The error below '
+                        'tells whether the policy fails, or what is stored '
+                        'of the task cannot be used.',
                         claim.lease.task_id,
                         pause,
                         tries,
@@ -388,8 +389,13 @@ class Recovery:
             return await self._run_again(claim, manager, task, decision)
         if isinstance(decision, Fail):
             await self._fail(claim, manager, task, decision.reason)
+        elif isinstance(decision, Leave):
+            await self._free(claim, 'The policy leaves it as it is', warn=True)
         else:
-            await self._free(claim, 'The policy leaves it as it is')
+            raise LeaseError(
+                f'{type(self._policy).__name__}.decide() returned '
+                f'{decision!r}, not Fail, RunAgain or Leave.'
+            )
         return None
 
     async def _expected(self, claim: Claim) -> bool:
@@ -571,14 +577,16 @@ class Recovery:
             return
         await self._free(claim, 'It had paused')
 
-    async def _free(self, claim: Claim, what: str) -> None:
+    async def _free(
+        self, claim: Claim, what: str, *, warn: bool = False
+    ) -> None:
         await self._store.move(
             self._service,
             claim.lease.task_id,
             token=claim.lease.token,
             state=LeaseState.FREE,
         )
-        self._log(claim, what)
+        self._log(claim, what, warn=warn)
 
     async def _release(
         self, claim: Claim, what: str, *, warn: bool = False

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import random
+import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -108,9 +109,14 @@ class DatabaseLeaseStore(LeaseStore):
                 agent's checkpoint, is encrypted.
 
         Raises:
-            LeaseConfigurationError: The database cannot keep leases, or the
-                key is none; the message says what to do.
+            LeaseConfigurationError: The database cannot keep leases, or an
+                argument cannot be; the message says what to do.
         """
+        if not re.fullmatch(r'\w{0,40}', table_prefix, re.ASCII):
+            raise LeaseConfigurationError(
+                f'table_prefix must be up to 40 letters, digits and _, not '
+                f'{table_prefix!r}.'
+            )
         self._dialect = dialect_of(engine)
         self._engine = engine
         self._working = (

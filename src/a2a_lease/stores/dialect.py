@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sqlalchemy import Float, literal_column, text
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from a2a_lease.errors import LeaseConfigurationError
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from sqlalchemy import ColumnElement
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+    from sqlalchemy.ext.asyncio import AsyncConnection
 
 
 _EXTRAS = {
@@ -120,7 +121,17 @@ def dialect_of(engine: AsyncEngine) -> Dialect:
         LeaseConfigurationError: It is none of those that work, or it is in
             memory.
     """
+    if not isinstance(engine, AsyncEngine):
+        raise LeaseConfigurationError(
+            f'DatabaseLeaseStore needs an engine of create_async_engine(), '
+            f'not {engine!r}.'
+        )
     name = engine.dialect.name
+    if engine.dialect.driver == 'aiomysql':
+        raise LeaseConfigurationError(
+            'aiomysql fails on binary columns; use asyncmy: mysql+asyncmy://, '
+            'with pip install "a2a-lease[mysql]".'
+        )
     if name not in _EXTRAS:
         raise LeaseConfigurationError(
             f'DatabaseLeaseStore works on PostgreSQL, MySQL, MariaDB and '

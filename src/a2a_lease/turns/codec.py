@@ -112,15 +112,24 @@ def survives(
     except Exception as error:
         raise ValueError(
             f'The call context cannot be stored and restored for recovery '
-            f'({type(error).__name__}: {error}). Pass context_codec= to '
-            f'LeasedRequestHandler: a ContextCodec whose dump_state() keeps '
-            f'what your owner_resolver reads from the state.'
+            f'({type(error).__name__}: {error}). {_advice(codec)}'
         ) from error
     if restored != owner:
         raise ValueError(
             f'The owner of this request is {owner!r}, but would be '
-            f'{restored!r} after a recovery. Pass context_codec= to '
-            f'LeasedRequestHandler: a ContextCodec whose dump_state() keeps '
-            f'what your owner_resolver reads from the state.'
+            f'{restored!r} after a recovery. {_advice(codec)}'
         )
     return data, owner
+
+
+def _advice(codec: ContextCodec) -> str:
+    if type(codec) is ContextCodec:
+        return (
+            'Pass context_codec= to LeasedRequestHandler: a ContextCodec '
+            'whose dump_state() keeps what your owner_resolver reads from the '
+            'state.'
+        )
+    return (
+        f'Let {type(codec).__name__}.dump_state() keep what your '
+        f'owner_resolver reads from the state, for each request.'
+    )
