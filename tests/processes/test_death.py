@@ -134,7 +134,7 @@ async def test_a_zombie_that_wakes_lands_nothing_and_stops(
         )
         await victim.until(lambda heard: heard.texts)
         task_id = victim.task_id
-        cluster.stop(0)
+        await cluster.stop(0)
         await cluster.until_state(task_id, FAILED)
         cluster.open_gate('gate')
         cluster.go_on(0)
@@ -170,7 +170,7 @@ async def test_a_pause_of_everybody_is_nobody_s_death(
         for heard in streams:
             await heard.until(lambda heard: WORKING in heard.states)
         for number in range(3):
-            cluster.stop(number)
+            await cluster.stop(number)
         await asyncio.sleep(2 * 3.0)  # Longer than the time to live.
         for number in range(3):
             cluster.go_on(number)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import sqlite3
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,8 +188,28 @@ class Cluster:
     def kill(self, number: int) -> None:
         self.replicas[number].kill()
 
-    def stop(self, number: int) -> None:
-        self.replicas[number].send_signal(signal.SIGSTOP)
+    async def stop(self, number: int) -> None:
+        """Pauses a replica, outside of its transactions.
+
+        Within one it would keep an SQLite file locked for everybody.
+        """
+        while True:
+            self.replicas[number].send_signal(signal.SIGSTOP)
+            if await asyncio.to_thread(self._is_writable):
+                return
+            self.go_on(number)
+            await asyncio.sleep(0.05)
+
+    def _is_writable(self) -> bool:
+        if self.database.kind != 'sqlite':
+            return True
+        path = self.engine.url.database or ''
+        with contextlib.closing(sqlite3.connect(path, timeout=0.5)) as file:
+            try:
+                file.execute('BEGIN IMMEDIATE')
+            except sqlite3.OperationalError:
+                return False
+        return True
 
     def go_on(self, number: int) -> None:
         self.replicas[number].send_signal(signal.SIGCONT)

@@ -134,6 +134,8 @@ def main(number: int) -> None:
         wanted = int(said)
         if wanted != listener:
             os.dup2(listener, wanted)
+            # A copy would go on to take connections that nobody serves.
+            os.close(listener)
         os.set_inheritable(wanted, True)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         try:

@@ -109,7 +109,7 @@ async def test_a_zombie_wakes(database: Database, tmp_path: Path, moment: str):
         )
         await client.until(lambda heard: heard.texts)
         task_id = client.task_id
-        cluster.stop(0)
+        await cluster.stop(0)
 
         async def claimed():
             return (tmp_path / 'claimed').exists()
@@ -179,7 +179,7 @@ async def test_a_zombie_s_first_save_comes_after_recovery_s(
 
         [line] = await cluster.until(begun)
         task_id = line['task']
-        cluster.stop(0)
+        await cluster.stop(0)
 
         async def again():
             task = await cluster.task(task_id)
@@ -204,11 +204,11 @@ async def test_a_poison_task_takes_no_innocent_one_with_it(
         database,
         tmp_path,
         size=4,
-        re_execute={'max_attempts': 3, 'backoff': 0.2},
+        re_execute={'max_attempts': 3, 'backoff': 0.0},
         settings={'ttl': 1.6, 'run_again_limit': 32},
     ) as cluster:
         innocent = [
-            await cluster.stream(number % 4, 'task; working; sleep 4; complete')
+            await cluster.stream(number % 4, 'task; working; sleep 2; complete')
             for number in range(30)
         ]
         for heard in innocent:
