@@ -26,6 +26,7 @@ HEARTBEAT = ('tests/replica/test_heartbeat.py',)
 ADMISSION = ('tests/turns/test_admission.py',)
 OUTAGES = ('tests/turns/test_outages.py',)
 CANCEL = ('tests/turns/test_cancel.py',)
+AGAIN = ('tests/recovery/test_again.py',)
 
 MUTANTS = [
     # Nothing is left behind
@@ -494,5 +495,176 @@ MUTANTS = [
         '        if True:\n',
         ('tests/processes/test_shutdown.py',),
         only='does_not_stop and sqlite',
+    ),
+    # Running again
+    Mutant(
+        'a turn runs again without a save of its own before',
+        'recovery/recovery.py',
+        '        else:\n            await manager.save_task_event(event)\n'
+        '        if not await self._store.move(',
+        '        if not await self._store.move(',
+        AGAIN,
+    ),
+    Mutant(
+        'the budget is one attempt larger',
+        'recovery/policy.py',
+        'if lease.attempt > self._max_attempts:',
+        'if lease.attempt > self._max_attempts + 1:',
+        AGAIN,
+    ),
+    Mutant(
+        'a turn that died here costs no attempt',
+        'stores/database.py',
+        'attempt=self._leases.c.attempt + 1,',
+        'attempt=self._leases.c.attempt,',
+        (*STORES, *AGAIN),
+    ),
+    Mutant(
+        'the agent sees the task as recovery left it',
+        'turns/executor.py',
+        'context.current_task = turn.again.as_it_began(task)',
+        'pass',
+        AGAIN,
+    ),
+    Mutant(
+        'push credentials are stored with the request',
+        'turns/record.py',
+        "kept.configuration.ClearField('task_push_notification_config')",
+        'pass',
+        AGAIN,
+    ),
+    Mutant(
+        'a request is stored though nothing runs again',
+        'recovery/policy.py',
+        'may_run_again = False',
+        'may_run_again = True',
+        AGAIN,
+    ),
+    Mutant(
+        'a request of any size is stored',
+        'turns/admission.py',
+        'if len(record) <= self._settings.request_limit:',
+        'if True:',
+        AGAIN,
+    ),
+    Mutant(
+        'a zombie saves a checkpoint',
+        'stores/database.py',
+        '                self._with(service, task_id, token),\n'
+        '                self._leases.c.session_id.is_not(None),\n'
+        '            )\n'
+        '            .values(checkpoint=',
+        '                self._of(service, task_id),\n'
+        '                self._leases.c.session_id.is_not(None),\n'
+        '            )\n'
+        '            .values(checkpoint=',
+        STORES,
+    ),
+    Mutant(
+        'a paused task keeps the request of its last turn',
+        'stores/database.py',
+        "values |= {'session_id': null(), **_NOTHING}",
+        "values |= {'session_id': null()}",
+        STORES,
+    ),
+    Mutant(
+        'a task event is repeated',
+        'turns/event_queue.py',
+        '        return _changes(event)',
+        '        return [event]',
+        AGAIN,
+    ),
+    Mutant(
+        'a plain message does not end a task that runs again',
+        'turns/event_queue.py',
+        'if isinstance(event, Message) and first:',
+        'if False:',
+        AGAIN,
+    ),
+    Mutant(
+        'a turn runs again beside its run before',
+        'recovery/recovery.py',
+        'if not await self._has_stopped(claim):',
+        'if False:',
+        AGAIN,
+    ),
+    Mutant(
+        'a suspected turn runs beside others',
+        'recovery/room.py',
+        'self._is_empty if apart else self._has_place',
+        'self._has_place',
+        ('tests/recovery/test_room.py',),
+    ),
+    Mutant(
+        'others begin beside a suspected turn',
+        'recovery/room.py',
+        '            and not self._apart\n',
+        '',
+        ('tests/recovery/test_room.py',),
+    ),
+    Mutant(
+        'what was saved but not published is missing on a stream',
+        'turns/following.py',
+        'if is_taken_over(event):',
+        'if False:',
+        AGAIN,
+    ),
+    Mutant(
+        'a turn that was handed over waits',
+        'recovery/recovery.py',
+        'if decision.after and not handed_over and not claim.waited:',
+        'if decision.after and not claim.waited:',
+        AGAIN,
+    ),
+    Mutant(
+        'the silence of an agent is not noticed',
+        'turns/running.py',
+        'return now - since > limit',
+        'return False',
+        AGAIN,
+    ),
+    Mutant(
+        'a pause counts as silence',
+        'turns/running.py',
+        'or turn.state is not LeaseState.RUNNING\n            or turn',
+        'or turn',
+        AGAIN,
+    ),
+    Mutant(
+        'a replica that drains keeps what waits to run again',
+        'handler.py',
+        'await self._recovery.give_back()',
+        'pass',
+        AGAIN,
+    ),
+    Mutant(
+        'a stream ends with the error of the lost turn',
+        'turns/following.py',
+        'if turn.loss is None:\n                    raise',
+        'if True:\n                    raise',
+        ('tests/processes/test_running_again.py',),
+        only='zombie_wakes and sqlite and claimed',
+    ),
+    Mutant(
+        'a client that waits for a resumed turn gets the old pause',
+        'handler.py',
+        'if stored is None or not lease_settled(stored.task, turn.lease):',
+        'if stored is None or not ends_stream(stored.task):',
+        AGAIN,
+    ),
+    Mutant(
+        'a decision that is none leaves the task alone',
+        'recovery/recovery.py',
+        'elif isinstance(decision, Leave):',
+        'elif True:',
+        ('tests/turns/test_parts.py',),
+    ),
+    Mutant(
+        'a second signal changes nothing',
+        'shutdown.py',
+        'self._hurried.set()',
+        'pass',
+        ('tests/processes/test_shutdown.py',),
+        only='second and sqlite',
     ),
 ]
