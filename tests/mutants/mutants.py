@@ -86,11 +86,8 @@ MUTANTS = [
     Mutant(
         'parked leases are acted on',
         'stores/database.py',
-        '.where(held, leases.c.state == LeaseState.PARKED.value)\n'
-        '                .values(state=LeaseState.FREE.value, '
-        'session_id=null())',
-        '.where(held, leases.c.state == LeaseState.PARKED.value)\n'
-        '                .values(state=LeaseState.RUNNING.value)',
+        'state=LeaseState.FREE.value, session_id=null(), **_NOTHING\n',
+        'state=LeaseState.RUNNING.value\n',
         RECOVERY,
     ),
     Mutant(
@@ -181,8 +178,8 @@ MUTANTS = [
     Mutant(
         'FAILED is written without its event',
         'recovery/recovery.py',
-        'await manager.save_task_event(event)\n',
-        'task.status.CopyFrom(event.status)\n'
+        'reason=reason)\n        await manager.save_task_event(event)\n',
+        'reason=reason)\n        task.status.CopyFrom(event.status)\n'
         '        await self._task_store.save(task, event=None, prev=task, '
         'prev_version=manager.current_version, '
         'context=with_hold(self._codec.load(lease.call_context), claim))\n',
@@ -191,8 +188,9 @@ MUTANTS = [
     Mutant(
         'FAILED is not pushed',
         'recovery/recovery.py',
-        'await self._push.send_outcome(lease.task_id, event)',
-        'pass',
+        'await self._push.send_outcome(lease.task_id, event)\n'
+        "        await self._release(claim, 'It ended",
+        "await self._release(claim, 'It ended",
         RECOVERY,
     ),
     Mutant(
@@ -212,8 +210,8 @@ MUTANTS = [
     Mutant(
         'a deleted task is made again',
         'recovery/recovery.py',
-        'if claim.lease.task_stored or self._push_config_store is None:',
-        'if self._push_config_store is None:',
+        'if claim.lease.task_stored:\n            return False\n',
+        '',
         RECOVERY,
     ),
     Mutant(
@@ -352,8 +350,8 @@ MUTANTS = [
     Mutant(
         'a client waits for ever for a task that never was',
         'handler.py',
-        'await stop({call})',
-        'call.cancel(); await asyncio.wait({call})',
+        'lost.cancel()\n            await stop({call})',
+        'lost.cancel(); call.cancel(); await asyncio.wait({call})',
         FENCING,
         only='never_was and sqlite',
     ),
@@ -384,7 +382,7 @@ MUTANTS = [
     Mutant(
         'an orderly shutdown counts as a crash',
         'stores/database.py',
-        'lease.state is LeaseState.RUNNING and how is not SessionState.CLOSED',
+        'lease.state is LeaseState.RUNNING and not _is_closed(session)',
         'lease.state is LeaseState.RUNNING',
         STORES,
         only='DatabaseLeaseStore and sqlite',

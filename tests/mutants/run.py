@@ -27,6 +27,8 @@ ROOT = Path(__file__).parent.parent.parent
 def main(words: list[str]) -> int:
     chosen = [m for m in MUTANTS if all(word in m.name for word in words)]
     survivors = []
+    for mutant in chosen:
+        check(mutant)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for number, (mutant, noticed) in enumerate(
             zip(chosen, threads.map(notice, chosen), strict=True), start=1
@@ -44,6 +46,16 @@ def main(words: list[str]) -> int:
     return 1 if survivors else 0
 
 
+def check(mutant: Mutant) -> None:
+    """Makes sure that the code to change is there."""
+    text = (ROOT / 'src' / 'a2a_lease' / mutant.file).read_text()
+    if text.count(mutant.old) != 1:
+        sys.exit(
+            f'{mutant.name}: the code to change is there '
+            f'{text.count(mutant.old)} times in {mutant.file}.'
+        )
+
+
 def notice(mutant: Mutant) -> str | None:
     """Returns the test that fails, or None."""
     with tempfile.TemporaryDirectory(prefix='a2a-lease-mutant-') as folder:
@@ -59,12 +71,7 @@ def notice(mutant: Mutant) -> str | None:
             else:
                 shutil.copy(source, copy / name)
         file = copy / 'src' / 'a2a_lease' / mutant.file
-        text = file.read_text()
-        assert text.count(mutant.old) == 1, (
-            f'{mutant.name}: the code to change is there '
-            f'{text.count(mutant.old)} times in {mutant.file}'
-        )
-        file.write_text(text.replace(mutant.old, mutant.new))
+        file.write_text(file.read_text().replace(mutant.old, mutant.new))
         done = subprocess.run(
             [
                 sys.executable,

@@ -94,6 +94,8 @@ def test_a_store_that_cannot_be_is_refused(tmp_path: Path):
         lambda: ReExecute(0),
         lambda: ReExecute(True),
         lambda: ReExecute(backoff=-1),
+        lambda: ReExecute(reason='{hosts}'),
+        lambda: ReExecute(reason='{'),
         lambda: ReExecute(backoff=float('nan')),
         lambda: RunAgain(after=-1),
     ],

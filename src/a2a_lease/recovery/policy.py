@@ -156,6 +156,13 @@ class ReExecute(RecoveryPolicy):
             raise LeaseConfigurationError(
                 f'backoff must be 0 or more seconds, not {backoff!r}.'
             )
+        try:
+            reason.format(attempts=max_attempts)
+        except (LookupError, ValueError) as error:
+            raise LeaseConfigurationError(
+                f'reason may contain {{attempts}} and no other braces, not '
+                f'{reason!r}.'
+            ) from error
         self._max_attempts = max_attempts
         self._backoff = backoff
         self._reason = reason

@@ -477,10 +477,13 @@ class Recovery:
             )
             # From here on the turn lets the lease go.
             self._claims.discard(claim)
-            with self._letting_others_work():
-                await self._run_turn(turn, record)
+            try:
+                with self._letting_others_work():
+                    await self._run_turn(turn, record)
+            finally:
+                if turn.agent is None:
+                    self._claims.add(claim)
             if turn.agent is None:
-                self._claims.add(claim)
                 raise LeaseError('The turn did not begin.')
         return None
 

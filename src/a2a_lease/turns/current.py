@@ -84,11 +84,9 @@ class CurrentLease:
 
     @property
     def stored_task(self) -> Task | None:
-        """The task as it was stored when this attempt began.
+        """The task as the attempts before have left it; None on the first.
 
-        On another attempt it has what the last one produced, while
-        `RequestContext.current_task` reads as it did the first time. Do not
-        change it.
+        `RequestContext.current_task` reads as it did the first time.
         """
         return self._turn.stored_task
 

@@ -72,11 +72,10 @@ class LeasedExecutor(AgentExecutor):
         else:
             self._turns.begin(turn, turn.lease.task_id)
         task = context.current_task
-        if task is not None:
+        if turn.again is not None and task is not None:
             turn.stored_task = Task()
             turn.stored_task.CopyFrom(task)
-            if turn.again is not None:
-                context.current_task = turn.again.as_it_began(task)
+            context.current_task = turn.again.as_it_began(task)
         queue = TurnQueue(event_queue, turn)
         turn.is_deaf = queue.closed
         turn.request_context = context

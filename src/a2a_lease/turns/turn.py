@@ -104,7 +104,7 @@ class Turn(Hold):
         self.again: TurnRecord | None = None
         """How the turn began, if this is not its first run."""
         self.stored_task: Task | None = None
-        """The task as stored when this run began."""
+        """The task as the runs before have left it."""
         self.checkpoint: bytes | None = None
         """What the last attempt saved, or this one since."""
         self.sounds = 0
