@@ -19,7 +19,7 @@ class Mutant:
 
 TURN = ('tests/turns/test_turn.py',)
 FENCING = ('tests/turns/test_fencing.py', 'tests/turns/test_hold.py')
-RECOVERY = ('tests/recovery',)
+RECOVERY = ('tests/recovery/test_recovery.py',)
 STORES = ('tests/stores',)
 WATCHER = ('tests/replica/test_watcher.py',)
 HEARTBEAT = ('tests/replica/test_heartbeat.py',)
@@ -648,6 +648,13 @@ MUTANTS = [
         'handler.py',
         'if stored is None or not lease_settled(stored.task, turn.lease):',
         'if stored is None or not ends_stream(stored.task):',
+        AGAIN,
+    ),
+    Mutant(
+        'the first save of a turn that runs again asks',
+        'turns/hold.py',
+        'self.hold(lease, other.session)\n        self._own_version = version',
+        'self.hold(lease, other.session)',
         AGAIN,
     ),
     Mutant(

@@ -868,6 +868,40 @@ async def test_a_cancel_while_it_waits_to_run_again_is_for_good(stage: Stage):
     assert (await sending).status.state == CANCELED
 
 
+async def test_saves_of_a_turn_that_runs_again_ask_nothing(stage: Stage):
+    """The takeover is its own save; while beats are fresh, that is enough."""
+    looks: list[Any] = []
+    look = stage.service.leases.get
+
+    async def counted(*which: Any) -> Any:
+        looks.append(which)
+        return await look(*which)
+
+    stage.service.leases.get = counted  # type: ignore[method-assign]
+    before = []
+
+    async def script(desk: Desk, run: int) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        if run == 1:
+            await _forever()
+        before.append(len(looks))
+        for number in range(5):
+            await desk.artifact(str(number), append=number > 0)
+        await desk.status(COMPLETED)
+
+    await stage.open(script)
+    sending = _spawn(stage)
+    await stage.until_state(WORKING)
+    await stage.kill()
+    await stage.until_state(COMPLETED)
+    await stage.until_free()
+    # The one before is recovery's, at its claim.
+    assert before[0] >= 1
+    assert len(looks) == before[0]
+    await sending
+
+
 # On one stream.
 
 
