@@ -211,7 +211,7 @@ MUTANTS = [
         'a deleted task is made again',
         'recovery/recovery.py',
         'if claim.lease.task_stored:\n            return False\n',
-        '',
+        'if False:\n            return False\n',
         RECOVERY,
     ),
     Mutant(
