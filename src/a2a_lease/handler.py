@@ -45,7 +45,7 @@ from a2a_lease.settings import LeaseSettings
 from a2a_lease.shutdown import Shutdown
 from a2a_lease.stores.lease_store import LeaseStore
 from a2a_lease.turns.admission import Admission, LeasedContextBuilder
-from a2a_lease.turns.call_context import with_hold
+from a2a_lease.turns.call_context import saved_outcome, with_hold
 from a2a_lease.turns.codec import ContextCodec, survives
 from a2a_lease.turns.event_stream import LeasedEventStream
 from a2a_lease.turns.executor import LeasedExecutor
@@ -346,19 +346,33 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         if self._recovery is not None:
             undecided = await self._recovery.stop(timeout=stop_timeout)
         await self._turns.flush(timeout=stop_timeout)
+        saved = await self._turns.wait_until_saved(timeout=stop_timeout)
         stuck = list(self._turns)
-        if not stuck:
+        if not stuck and saved:
             await self._replica.close(timeout=stop_timeout)
             return
+        if not saved:
+            # It may land at any time; only what comes after is refused.
+            logger.error(
+                'Nothing is handed over: a save is under way and does not '
+                'end. What runs here is recovered when this process ends.'
+            )
+            return
         # Their session must live on while they do.
-        await self._replica.hand_over(
-            undecided
-            | {
-                turn.lease.task_id: turn.lease.token
-                for turn in left
-                if turn not in stuck and turn.loss is Loss.HANDED_OVER
-            }
-        )
+        try:
+            await self._replica.hand_over(
+                undecided
+                | {
+                    turn.lease.task_id: turn.lease.token
+                    for turn in left
+                    if turn not in stuck and turn.loss is Loss.HANDED_OVER
+                }
+            )
+        except Exception:
+            logger.exception(
+                'What stopped could not be handed over; it is recovered when '
+                'this process ends.'
+            )
         for turn in stuck:
             logger.error(
                 'Task %s is not handed over: its agent ignores its '
@@ -586,8 +600,12 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         turn = self._turns.of(params.id)
         if turn is not None and (turn.loss or turn.ending):
             turn = None
+        context = with_hold(context, None)
         call = asyncio.ensure_future(
-            super().on_cancel_task(params, with_hold(context, turn))
+            super().on_cancel_task(
+                params,
+                with_hold(context, turn) if turn is not None else context,
+            )
         )
         try:
             await asyncio.wait({call}, timeout=self.settings.stop_timeout)
@@ -612,7 +630,9 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         if task is not None and (
             task.status.state == TaskState.TASK_STATE_CANCELED
         ):
-            await self._tell_canceled(task, turn)
+            await self._tell_canceled(
+                task, turn, by_this_call=saved_outcome(context)
+            )
         return task
 
     async def _cancel_without_agent(
@@ -648,7 +668,9 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             break
         return canceled
 
-    async def _tell_canceled(self, task: Task, turn: Turn | None) -> None:
+    async def _tell_canceled(
+        self, task: Task, turn: Turn | None, *, by_this_call: bool
+    ) -> None:
         """Makes sure that the agent stops and that everybody hears of it.
 
         Whoever holds the lease pushes, so that a recovery does it if the
@@ -660,7 +682,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             return
         if await self.lease_store.request_cancel(self.service, task.id):
             return
-        if not self._push.has_sent_outcome(task.id):
+        # Several may cancel at once; one of them did it.
+        if by_this_call and not self._push.has_sent_outcome(task.id):
             await self._push.send_outcome(task.id, outcome_event(task))
         await self._turns.forget(task.id)
 

@@ -871,13 +871,13 @@ async def test_a_cancel_while_it_waits_to_run_again_is_for_good(stage: Stage):
 async def test_saves_of_a_turn_that_runs_again_ask_nothing(stage: Stage):
     """The takeover is its own save; while beats are fresh, that is enough."""
     looks: list[Any] = []
-    look = stage.service.leases.get
+    look = stage.service.leases.holder
 
     async def counted(*which: Any) -> Any:
         looks.append(which)
         return await look(*which)
 
-    stage.service.leases.get = counted  # type: ignore[method-assign]
+    stage.service.leases.holder = counted  # type: ignore[method-assign]
     before = []
 
     async def script(desk: Desk, run: int) -> None:

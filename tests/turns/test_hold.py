@@ -32,12 +32,14 @@ class CountingStore(InMemoryLeaseStore):
         self.looks = 0
         self.outages = 0
 
-    async def get(self, service: str, task_id: str) -> TaskLease | None:
+    async def holder(
+        self, service: str, task_id: str
+    ) -> tuple[TaskLease | None, bool]:
         self.looks += 1
         if self.outages:
             self.outages -= 1
             raise ConnectionResetError
-        return await super().get(service, task_id)
+        return await super().holder(service, task_id)
 
 
 V1, V2, V3 = (TaskVersion(number) for number in (1, 2, 3))

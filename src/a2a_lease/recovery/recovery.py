@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,15 +15,19 @@ from a2a.server.cluster import (
 from a2a.server.tasks import TaskManager
 from a2a.types.a2a_pb2 import Task, TaskState, TaskStatus
 
-from a2a_lease.errors import LeaseError, SessionEndedError
-from a2a_lease.model import LeaseState
+from a2a_lease.errors import (
+    LeaseConflictError,
+    LeaseError,
+    SessionEndedError,
+)
+from a2a_lease.model import LeaseRequest, LeaseState
 from a2a_lease.recovery.claim import Claim
 from a2a_lease.recovery.outcome import Cause, failed_event, running_event
 from a2a_lease.recovery.policy import Fail, Leave, RunAgain
 from a2a_lease.recovery.room import Room
 from a2a_lease.turns.call_context import with_hold
 from a2a_lease.turns.hold import Loss
-from a2a_lease.turns.marks import is_terminal, lease_settled
+from a2a_lease.turns.marks import is_terminal, lease_settled, rests
 from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.push_sender import outcome_event
 from a2a_lease.turns.record import TurnRecord
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
     from a2a.server.cluster import TaskEventStream, VersionedTaskStore
     from a2a.server.tasks import PushNotificationConfigStore
 
-    from a2a_lease.model import Session
+    from a2a_lease.model import Session, TaskLease
     from a2a_lease.recovery.policy import RecoveryPolicy
     from a2a_lease.replica.clock import Clock
     from a2a_lease.replica.replica import Replica
@@ -276,6 +281,80 @@ class Recovery:
             )
         )
 
+    def take_up(self, turn: Turn) -> None:
+        """Looks after a task that was saved by a turn that had lost it."""
+        self._spawn(self._take_up(turn))
+
+    async def _take_up(self, turn: Turn) -> None:
+        lease = turn.lease
+        for pause in pauses(
+            first=self._settings.sweep_interval, longest=self._settings.ttl
+        ):
+            try:
+                found, may_be_acquired = await self._store.holder(
+                    self._service, lease.task_id
+                )
+                if found is not None and found.state is LeaseState.RECOVERING:
+                    # It may be about to let the lease go without a save.
+                    pass
+                elif not may_be_acquired or (
+                    found is not None and found.state is not LeaseState.FREE
+                ):
+                    return  # Somebody looks after the task.
+                else:
+                    stored = await self._task_store.get(
+                        lease.task_id, turn.context
+                    )
+                    if stored is None or rests(stored.task):
+                        return
+                    claim = await self._acquire(turn, found)
+                    if claim is not None:
+                        await self._recover(claim)
+                        return
+            except (LeaseConflictError, SessionEndedError):
+                logger.debug('Taking up a task is tried again.', exc_info=True)
+            except Exception as error:
+                if not is_outage(error):
+                    raise
+            with self._letting_others_work():
+                await asyncio.sleep(pause)
+
+    async def _acquire(
+        self, turn: Turn, found: TaskLease | None
+    ) -> Claim | None:
+        session = self._replica.session
+        if session is None or session.ended:
+            return None
+        lease = turn.lease
+        taken = await self._store.acquire(
+            LeaseRequest(
+                service=self._service,
+                task_id=lease.task_id,
+                context_id=lease.context_id,
+                owner=lease.owner,
+                session_id=session.id,
+                acquire_id=uuid.uuid4().hex,
+                expected_token=found.token if found is not None else None,
+                before=lease.before,
+                call_context=lease.call_context,
+            )
+        )
+        reclaimed = await self._store.reclaim(
+            self._service,
+            lease.task_id,
+            token=taken.token,
+            session_id=session.id,
+        )
+        if reclaimed is None:
+            return None
+        return Claim(
+            self._store,
+            lease=reclaimed,
+            session=session,
+            cause=Cause.REPLICA_LOST,
+            from_session=turn.session.id,
+        )
+
     def _begin(self, claim: Claim) -> None:
         self._spawn(self._recover(claim))
 
@@ -377,12 +456,7 @@ class Recovery:
             return None
         elif claim.was_idle:
             # Its agent had returned in good order, and so did its replica.
-            await self._store.move(
-                self._service,
-                lease.task_id,
-                token=lease.token,
-                state=LeaseState.IDLE,
-            )
+            await self._let_go(claim, LeaseState.IDLE)
             return None
         decision = self._policy.decide(lease, task)
         if isinstance(decision, RunAgain):
@@ -583,13 +657,20 @@ class Recovery:
     async def _free(
         self, claim: Claim, what: str, *, warn: bool = False
     ) -> None:
-        await self._store.move(
-            self._service,
-            claim.lease.task_id,
-            token=claim.lease.token,
-            state=LeaseState.FREE,
-        )
+        await self._let_go(claim, LeaseState.FREE)
         self._log(claim, what, warn=warn)
+
+    async def _let_go(self, claim: Claim, state: LeaseState) -> None:
+        lease = claim.lease
+        if await self._store.move(
+            self._service, lease.task_id, token=lease.token, state=state
+        ):
+            return
+        stored = await self._store.get(self._service, lease.task_id)
+        if stored is None or stored.token != lease.token:
+            claim.lose(Loss.TAKEN_OVER)
+        # Or it was canceled meanwhile: judge again.
+        raise ConcurrentTaskModificationError(lease.task_id)
 
     async def _release(
         self, claim: Claim, what: str, *, warn: bool = False

@@ -142,9 +142,9 @@ class Heartbeat:
         self, started: Callable[[BaseException | None], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._store = self._source.detached()
-        _living.add(self)
         try:
+            self._store = self._source.detached()
+            _living.add(self)
             await self._join()
         except Exception as error:  # noqa: BLE001 - told to whoever starts us
             await self._close_store(self._store)

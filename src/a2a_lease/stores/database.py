@@ -75,6 +75,7 @@ _TRIES = 5
 _NOTHING: dict[str, Any] = {'turn': null(), 'checkpoint': null()}
 """What a lease keeps for another attempt if there will be none."""
 _ACQUIRABLE = (LeaseState.FREE.value, LeaseState.IDLE.value)
+_LETTING_GO = (LeaseState.FREE, LeaseState.IDLE)
 _CLAIMABLE = (
     LeaseState.RUNNING.value,
     LeaseState.IDLE.value,
@@ -569,6 +570,8 @@ class DatabaseLeaseStore(LeaseStore):
             # A parked lease keeps its token when its session dies; whoever
             # held it must not take it up again.
             held = and_(held, self._leases.c.session_id.is_not(None))
+        if state in _LETTING_GO:
+            held = and_(held, self._leases.c.cancel_requested.is_(False))
         return await self._changes(
             update(self._leases).where(held).values(values)
         )
@@ -654,6 +657,7 @@ class DatabaseLeaseStore(LeaseStore):
                 .where(
                     self._of(service, task_id),
                     self._leases.c.session_id.is_not(None),
+                    self._leases.c.state != LeaseState.IDLE.value,
                 )
                 .values(cancel_requested=True)
             )
@@ -715,14 +719,24 @@ class DatabaseLeaseStore(LeaseStore):
             await self._dialect.begin_writing(connection)
             await connection.execute(
                 update(leases)
-                .where(held, leases.c.state == LeaseState.PARKED.value)
+                .where(
+                    held,
+                    leases.c.state == LeaseState.PARKED.value,
+                    leases.c.cancel_requested.is_(False),
+                )
                 .values(
                     state=LeaseState.FREE.value, session_id=null(), **_NOTHING
                 )
             )
             claimable = (
                 select(*self._of_lease)
-                .where(held, leases.c.state.in_(_CLAIMABLE))
+                .where(
+                    held,
+                    or_(
+                        leases.c.state.in_(_CLAIMABLE),
+                        leases.c.cancel_requested.is_(True),
+                    ),
+                )
                 .order_by(leases.c.task_id)
                 .limit(limit)
             )

@@ -181,10 +181,12 @@ class LeaseStore(ABC):
 
         Moving it to `FREE` takes it from its session, and drops what it kept
         for another attempt. Out of `FREE` it comes by `acquire` only: whoever
-        held it may have lost it meanwhile.
+        held it may have lost it meanwhile. To `FREE` and `IDLE` it goes only
+        if no cancel was requested, which its holder must still tell of.
 
         Returns:
-            Whether the token was the current one, and the lease is held.
+            Whether the token was the current one, the lease is held, and no
+            cancel stands against it.
         """
 
     @abstractmethod
@@ -230,10 +232,11 @@ class LeaseStore(ABC):
     async def request_cancel(self, service: str, task_id: str) -> bool:
         """Tells the holder of a lease that its task was canceled.
 
-        Sets `cancel_requested` and raises the `notices` of its session.
+        Sets `cancel_requested` and raises the `notices` of its session. An
+        idle lease has nobody who works on it, and is left alone.
 
         Returns:
-            Whether a session holds the lease.
+            Whether a session holds the lease and is at work on it.
         """
 
     @abstractmethod
@@ -257,7 +260,8 @@ class LeaseStore(ABC):
         next token and the state `RECOVERING`. Only a running lease of a
         fenced or missing session counts an attempt: a closed session handed
         it over, an idle turn had ended, and a recovery that died is no crash
-        of the turn. Parked leases of those sessions become free.
+        of the turn. Parked leases of those sessions become free; one with a
+        cancel request is claimed too, so that somebody tells of the cancel.
 
         Each lease is claimed by one caller only.
 

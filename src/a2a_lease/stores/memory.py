@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _RING = 3
+_LETTING_GO = (LeaseState.FREE, LeaseState.IDLE)
 
 
 class InMemoryLeaseStore(LeaseStore):
@@ -256,6 +257,8 @@ class InMemoryLeaseStore(LeaseStore):
                 return False
             if lease.session_id is None and state is not LeaseState.FREE:
                 return False
+            if lease.cancel_requested and state in _LETTING_GO:
+                return False
             if state is LeaseState.FREE:
                 self._turns.pop((service, task_id), None)
             self._leases[service, task_id] = dataclasses.replace(
@@ -316,7 +319,11 @@ class InMemoryLeaseStore(LeaseStore):
         """Tells the holder of a lease that its task was canceled."""
         with self._lock:
             lease = self._leases.get((service, task_id))
-            if lease is None or lease.session_id is None:
+            if (
+                lease is None
+                or lease.session_id is None
+                or lease.state is LeaseState.IDLE
+            ):
                 return False
             self._leases[service, task_id] = dataclasses.replace(
                 lease, cancel_requested=True
@@ -360,7 +367,10 @@ class InMemoryLeaseStore(LeaseStore):
                     or (ended is not None and previous not in ended)
                 ):
                     continue
-                if lease.state is LeaseState.PARKED:
+                if (
+                    lease.state is LeaseState.PARKED
+                    and not lease.cancel_requested
+                ):
                     self._leases[key] = dataclasses.replace(
                         lease, state=LeaseState.FREE, session_id=None
                     )

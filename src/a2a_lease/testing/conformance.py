@@ -386,10 +386,39 @@ class LeaseStoreConformance:
         [asked] = await store.cancel_requests(SERVICE, session_id)
         assert asked.task_id == 'task'
         assert asked.cancel_requested
-        await store.move(SERVICE, 'task', token=1, state=LeaseState.FREE)
+        # It must tell of the cancel before it lets go.
+        for state in (LeaseState.FREE, LeaseState.IDLE):
+            assert not await store.move(SERVICE, 'task', token=1, state=state)
+        assert await store.get(SERVICE, 'task') == asked
+        assert await store.release(SERVICE, 'task', token=1)
+
+    @pytest.mark.parametrize('state', [LeaseState.FREE, LeaseState.IDLE])
+    async def test_nobody_is_told_of_a_cancel_who_does_not_work(
+        self, store: LeaseStore, state: LeaseState
+    ) -> None:
+        """Whoever cancels must tell of it."""
+        session_id = await open_session(store)
+        await acquire(store, session_id)
+        await store.move(SERVICE, 'task', token=1, state=state)
         assert not await store.request_cancel(SERVICE, 'task')
         again = await acquire(store, session_id, expected_token=1)
         assert not again.cancel_requested
+
+    async def test_a_cancel_that_nobody_told_of_is_claimed(
+        self, store: LeaseStore
+    ) -> None:
+        """Even of a parked lease, which would be dropped otherwise."""
+        me, dead = await open_session(store), await open_session(store)
+        await acquire(store, dead)
+        await store.move(SERVICE, 'task', token=1, state=LeaseState.PARKED)
+        assert await store.request_cancel(SERVICE, 'task')
+        await store.fence(dead, beat=0)
+        [claimed] = await store.claim(
+            SERVICE, session_id=me, limit=9, ended=[dead]
+        )
+        assert claimed.previous_state is LeaseState.PARKED
+        assert claimed.lease.state is LeaseState.RECOVERING
+        assert claimed.lease.attempt == 1
 
     # Claims
 

@@ -127,29 +127,44 @@ class Admission:
         task_id = context.task_id or ''
         until = turn.until
         acquire_id = uuid.uuid4().hex
-        session = await self._session(until)
-        for pause in pauses():
-            self.refuse_if_closed()
-            try:
-                lease = await self._acquire_once(
-                    self._request(turn, context, session, acquire_id)
+        unknown: LeaseRequest | None = None
+        try:
+            session = await self._session(until)
+            for pause in pauses():
+                self.refuse_if_closed()
+                request = self._request(turn, context, session, acquire_id)
+                try:
+                    lease = await self._acquire_once(request)
+                except LeaseConflictError:
+                    unknown = None
+                    turn.looked_at = await self.wait(task_id, until=until)
+                    context.current_task = await self._read_again(turn, task_id)
+                except SessionEndedError:
+                    unknown = None
+                    session = await self._session(until)
+                    acquire_id = uuid.uuid4().hex
+                except Exception as error:
+                    if not is_outage(error):
+                        raise
+                    unknown = request
+                    if self._clock.monotonic() + pause > until:
+                        raise
+                    await asyncio.sleep(pause)
+                else:
+                    unknown = None
+                    turn.hold(lease, session)
+                    return
+        finally:
+            if unknown is not None:
+                # It may have landed, though its answer was lost.
+                self._turns.spawn(
+                    self._turns.undo(
+                        asyncio.ensure_future(
+                            self._turns.store.acquire(unknown)
+                        ),
+                        unknown,
+                    )
                 )
-            except LeaseConflictError:
-                turn.looked_at = await self.wait(task_id, until=until)
-                context.current_task = await self._read_again(turn, task_id)
-            except SessionEndedError:
-                session = await self._session(until)
-                acquire_id = uuid.uuid4().hex
-            except Exception as error:
-                if (
-                    not is_outage(error)
-                    or self._clock.monotonic() + pause > until
-                ):
-                    raise
-                await asyncio.sleep(pause)
-            else:
-                turn.hold(lease, session)
-                return
 
     async def _acquire_once(self, request: LeaseRequest) -> TaskLease:
         acquiring = asyncio.ensure_future(self._turns.store.acquire(request))
@@ -161,6 +176,7 @@ class Admission:
             raise
 
     async def _session(self, until: float) -> LiveSession:
+        self.refuse_if_closed()
         return await self._replica.open_session(
             timeout=max(0.0, until - self._clock.monotonic())
         )

@@ -24,6 +24,7 @@ class _HoldingState(MutableMapping[str, Any]):
     ) -> None:
         self._original = original
         self.hold = hold
+        self.saved_outcome = False
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401
         return self._original[key]
@@ -56,6 +57,19 @@ def with_hold(
     if isinstance(state, _HoldingState):
         state = state._original  # noqa: SLF001
     return context.model_copy(update={'state': _HoldingState(state, hold)})
+
+
+def note_outcome(context: ServerCallContext) -> None:
+    """Notes that a save in this call moved its task into a terminal state."""
+    state = context.state
+    if isinstance(state, _HoldingState):
+        state.saved_outcome = True
+
+
+def saved_outcome(context: ServerCallContext) -> bool:
+    """Returns whether `note_outcome` was called for this very call."""
+    state = context.state
+    return isinstance(state, _HoldingState) and state.saved_outcome
 
 
 def hold_of(context: ServerCallContext) -> Hold | None:

@@ -55,6 +55,15 @@ class TurnQueue(EventQueue):
         if turn.loss is not None:
             logger.debug('Task %s: dropped an event.', turn.lease.task_id)
             return
+        if turn.over:
+            logger.warning(
+                'Task %s: an event that came after execute() had returned is '
+                'dropped, since the turn is over. Let execute() return when '
+                'all its work is done.',
+                turn.lease.task_id,
+                extra={'task_id': turn.lease.task_id},
+            )
+            return
         if self.closed():
             # The SDK would drop it without a word: its consumer has ended
             # while the agent goes on.

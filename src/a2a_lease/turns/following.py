@@ -14,6 +14,7 @@ from a2a_lease.turns.marks import (
     is_taken_over,
     is_terminal,
 )
+from a2a_lease.turns.saving import always, read_through_outages
 from a2a_lease.turns.stopping import stop
 
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from a2a.server.cluster import (
+        StoredTask,
         TaskEventStream,
         TaskVersion,
         VersionedTaskStore,
@@ -162,6 +164,12 @@ async def follow(
         look_every: Seconds between looks at the task itself, in case it
             ended without an event.
     """
+
+    async def read() -> StoredTask | None:
+        return await read_through_outages(
+            task_store, task_id, context, permit=always
+        )
+
     seen = after
     pump = Pump(event_stream.subscribe(task_id, after=after))
     loop = asyncio.get_running_loop()
@@ -172,7 +180,7 @@ async def follow(
             try:
                 versioned = await pump.next(until=look)
             except TimeoutError:
-                stored = await task_store.get(task_id, context)
+                stored = await read()
                 if stored is None:
                     return
                 if not is_terminal(stored.task):
@@ -191,7 +199,7 @@ async def follow(
             if is_taken_over(event):
                 # What its owner saved but did not live to publish is in the
                 # task only.
-                stored = await task_store.get(task_id, context)
+                stored = await read()
                 if stored is not None:
                     event, seen = stored.task, stored.version
                     after = seen

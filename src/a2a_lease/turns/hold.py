@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from a2a.server.cluster import ConcurrentTaskModificationError, TaskVersion
 
+from a2a_lease.model import LeaseState
 from a2a_lease.turns.outage import is_outage, pauses
 
 
@@ -134,6 +135,7 @@ class Hold:
         self._refuse_if_over(prev_version)
         if (
             not must_look
+            and not self.must_look
             and self.session.fresh()
             and self._builds_on_own(prev_version)
         ):
@@ -151,6 +153,11 @@ class Hold:
             self.refused()
             raise ConcurrentTaskModificationError(self.lease.task_id)
 
+    @property
+    def must_look(self) -> bool:
+        """Whether others may take the lease while this one holds it."""
+        return False
+
     def refused(self) -> None:
         """Follows a save that was refused."""
 
@@ -160,7 +167,9 @@ class Hold:
             if self._loss is not None:
                 return
             try:
-                stored = await self._store.get(lease.service, lease.task_id)
+                stored, may_be_acquired = await self._store.holder(
+                    lease.service, lease.task_id
+                )
                 break
             except Exception as error:
                 if not is_outage(error):
@@ -171,7 +180,12 @@ class Hold:
                     exc_info=True,
                 )
             await asyncio.sleep(pause)
-        if stored is None or stored.token != lease.token:
+        if (
+            stored is None
+            or stored.token != lease.token
+            # Its session is over: whoever claims it next reads the task first.
+            or (may_be_acquired and stored.state is not LeaseState.IDLE)
+        ):
             self.lose(Loss.TAKEN_OVER)
         elif stored.cancel_requested:
             self.lose(Loss.CANCELED)

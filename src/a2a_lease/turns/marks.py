@@ -52,6 +52,11 @@ def is_terminal(task: Task) -> bool:
     return task.status.state in TERMINAL
 
 
+def rests(task: Task) -> bool:
+    """Whether the task is over or waits for its user."""
+    return task.status.state in TERMINAL | INTERRUPTED
+
+
 _INTERRUPTED_NAMES = frozenset(TaskState.Name(state) for state in INTERRUPTED)
 
 

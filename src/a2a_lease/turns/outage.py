@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-_OUTAGE_SQLSTATES = ('08', '40', '53', '55', '57')
-"""PostgreSQL classes: connection, rollback, resources, object in use, operator.
+_OUTAGE_SQLSTATES = ('08', '40', '53', '55', '57', '58', '25P')
+"""PostgreSQL classes: connection, rollback, resources, object in use, operator,
+system, and sessions that the server ended.
 Its driver reports them as a plain DBAPIError."""
 _READ_ONLY_SQLSTATE = '25006'
 """A server that was just demoted to a standby answers writes like this."""
@@ -35,10 +36,31 @@ _LASTING_SQLITE = ('no such ', 'has no column', 'malformed', 'syntax error')
 """SQLite calls these operational errors, but no waiting mends them."""
 
 _OUTAGE_MYSQL = frozenset(
-    {1040, 1053, 1152, 1184, 1203, 1205, 1213, 1290, 1836, 2003, 2006, 2013}
+    {
+        1020,
+        1021,
+        1040,
+        1047,
+        1053,
+        1152,
+        1184,
+        1203,
+        1205,
+        1213,
+        1226,
+        1290,
+        1317,
+        1836,
+        1927,
+        1969,
+        2003,
+        2006,
+        2013,
+    }
 )
-"""Too many connections, shutdown, aborted, lock wait, deadlock, read-only,
-and the client's codes for a server that cannot be reached or went away."""
+"""Too many connections, no resources, shutdown, killed, aborted, lock wait,
+deadlock, a changed row, read-only, a cluster that is not ready, and the
+client's codes for a server that cannot be reached or went away."""
 
 
 def is_outage(error: BaseException) -> bool:
@@ -65,7 +87,8 @@ def is_outage(error: BaseException) -> bool:
     sqlstate = str(getattr(original, 'sqlstate', None) or '')
     if sqlstate:
         return (
-            sqlstate[:2] in _OUTAGE_SQLSTATES or sqlstate == _READ_ONLY_SQLSTATE
+            sqlstate.startswith(_OUTAGE_SQLSTATES)
+            or sqlstate == _READ_ONLY_SQLSTATE
         )
     code = original.args[0] if original.args else None
     if isinstance(code, int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from a2a.server.cluster import VersionedEvent
@@ -15,6 +16,7 @@ from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import was_interrupted
 from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.push_sender import outcome_event
+from a2a_lease.turns.saving import always, read_through_outages
 from a2a_lease.turns.turn import Ending, Turn
 
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
         Awaitable,
         Callable,
         Coroutine,
+        Generator,
         Iterator,
         Sequence,
     )
@@ -45,12 +48,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOK_BACK = 0.05
+
 
 class DeadTurns(Protocol):
     """What becomes of a turn that died on a replica that lives."""
 
     def adopt(self, turn: Turn) -> None:
         """Recovers the task of the turn."""
+
+    def take_up(self, turn: Turn) -> None:
+        """Recovers the task of a turn that saved after it had lost it."""
 
 
 class Turns:
@@ -88,6 +96,8 @@ class Turns:
         self._order: dict[Turn, asyncio.Lock] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._signals: dict[str, set[asyncio.Event]] = {}
+        self._saving: set[Turn] = set()
+        self._saved = asyncio.Event()
         self.handing_over = False
         """Whether this replica shuts down and lets no turn go on."""
         self.dead_turns: DeadTurns | None = None
@@ -205,7 +215,10 @@ class Turns:
         """Follows a durable save of a turn."""
         if not turn.settled:
             return
-        if turn.settled_for_good:
+        if turn.idle and not turn.over:
+            # Something that the agent left behind ended its task after all.
+            self._let_go(turn, keep_token=not turn.settled_for_good)
+        elif turn.settled_for_good:
             if not turn.is_from_agent(event):
                 # The SDK's own: FAILED after an exception, or CANCELED.
                 outcome = outcome_event(task)
@@ -225,6 +238,48 @@ class Turns:
                 if turn.ending in (Ending.RAISED, Ending.CANCELED):
                     self.conclude(turn)
                 return
+
+    @contextmanager
+    def saving(self, turn: Turn) -> Generator[None]:
+        """Notes that a save of a turn is under way, and looks back after it.
+
+        A save may land long after it was permitted: the process was paused in
+        the middle of it, or the database was slow. If the lease was recovered
+        meanwhile without a save, as that of a paused task, nobody would look
+        after what it has saved.
+        """
+        turn.saving = True
+        self._saving.add(turn)
+        landed = False
+        try:
+            yield
+            landed = True
+        finally:
+            turn.saving = False
+            self._saving.discard(turn)
+            self._saved.set()
+            if landed and not (turn.loss is None and turn.session.fresh()):
+                self.spawn(self._look_back(turn))
+
+    async def _look_back(self, turn: Turn) -> None:
+        while turn.loss is None and not turn.session.fresh():
+            if turn.session.ended:
+                break
+            await asyncio.sleep(_LOOK_BACK)
+        lost = turn.loss in (Loss.TAKEN_OVER, Loss.HANDED_OVER)
+        if (lost or turn.session.ended) and self.dead_turns is not None:
+            self.dead_turns.take_up(turn)
+
+    async def wait_until_saved(self, *, timeout: float) -> bool:
+        """Waits until no save is under way, of lost turns neither."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self._saving:
+                    self._saved.clear()
+                    await self._saved.wait()
+        except TimeoutError:
+            return False
+        return True
 
     # The end of a turn.
 
@@ -270,9 +325,11 @@ class Turns:
             extra=self._fields(turn),
         )
 
+        turn.idle = True
         self._end(turn, lambda: self._set(turn, LeaseState.IDLE))
 
     def _let_go(self, turn: Turn, *, keep_token: bool) -> None:
+        turn.over = True
         if keep_token:
             self._end(turn, lambda: self._set(turn, LeaseState.FREE))
         else:
@@ -293,12 +350,20 @@ class Turns:
         )
 
     async def _set(self, turn: Turn, state: LeaseState) -> None:
-        await self.store.move(
-            self.service,
-            turn.lease.task_id,
-            token=turn.lease.token,
-            state=state,
-        )
+        lease = turn.lease
+        if await self.store.move(
+            self.service, lease.task_id, token=lease.token, state=state
+        ):
+            return
+        stored = await self.store.get(self.service, lease.task_id)
+        if (
+            stored is not None
+            and stored.token == lease.token
+            and stored.cancel_requested
+        ):
+            # It was canceled while it came to its own end.
+            await self._tell_canceled(turn)
+            await self._release(turn)
 
     def _move(self, turn: Turn, state: LeaseState) -> None:
         self.spawn(
@@ -349,18 +414,25 @@ class Turns:
             # Whether it landed is unknown; the same request tells.
             await asyncio.sleep(pause)
             acquiring = asyncio.ensure_future(self.store.acquire(request))
-        if lease.before is None:
-            await self.store.release(
-                self.service, lease.task_id, token=lease.token
-            )
-            return
         paused = was_interrupted(lease.before)
-        await self.store.move(
-            self.service,
-            lease.task_id,
-            token=lease.token,
-            state=LeaseState.FREE if paused else LeaseState.IDLE,
-        )
+        for pause in pauses():
+            try:
+                if lease.before is None:
+                    await self.store.release(
+                        self.service, lease.task_id, token=lease.token
+                    )
+                else:
+                    await self.store.move(
+                        self.service,
+                        lease.task_id,
+                        token=lease.token,
+                        state=LeaseState.FREE if paused else LeaseState.IDLE,
+                    )
+                return
+            except Exception as error:
+                if not is_outage(error):
+                    raise
+            await asyncio.sleep(pause)
 
     async def forget(self, task_id: str) -> None:
         """Deletes the lease row of a task that is deleted or over."""
@@ -424,7 +496,9 @@ class Turns:
         dies.
         """
         task_id = turn.lease.task_id
-        stored = await self._task_store.get(task_id, turn.context)
+        stored = await read_through_outages(
+            self._task_store, task_id, turn.context, permit=always
+        )
         if (
             stored is not None
             and stored.task.status.state == TaskState.TASK_STATE_CANCELED

@@ -99,6 +99,10 @@ async def save_through_outages(
     raise AssertionError('unreachable: the pauses never end')
 
 
+async def always() -> None:
+    """Permits a read for as long as it is waited for."""
+
+
 async def read_through_outages(
     store: VersionedTaskStore,
     task_id: str,

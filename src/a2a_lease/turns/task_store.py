@@ -13,7 +13,7 @@ from a2a.server.cluster import (
 from a2a.types.a2a_pb2 import Task, TaskState, TaskStatusUpdateEvent
 
 from a2a_lease.model import LeaseState
-from a2a_lease.turns.call_context import hold_of
+from a2a_lease.turns.call_context import hold_of, note_outcome
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import (
     INTERRUPTED,
@@ -67,6 +67,9 @@ class LeasedTaskStore(VersionedTaskStore):
             permit=_while_held(hold, task_id),
             tries=_tries(hold),
         )
+        if stored is not None and stored.task.id != task_id:
+            # MySQL compares ids without case; the lease is on the other one.
+            return None
         if stored is None or hold is None:
             return stored
         if isinstance(hold, Turn) and not hold.held:
@@ -121,7 +124,10 @@ class LeasedTaskStore(VersionedTaskStore):
             )
 
         if hold is None or not hold.held:
-            return await save()
+            version = await save()
+            if is_terminal(task):
+                note_outcome(context)
+            return version
 
         if not isinstance(hold, Turn):
             version = await save()
@@ -133,17 +139,15 @@ class LeasedTaskStore(VersionedTaskStore):
             task.status, hold.lease.before
         ):
             await self._turns.resume(hold)
-        hold.saving = True
         try:
-            version = await save()
+            with self._turns.saving(hold):
+                version = await save()
         except ConcurrentTaskModificationError:
             raise
         except Exception:
             # The SDK stops listening to the agent after this.
             hold.lose(Loss.DIED)
             raise
-        finally:
-            hold.saving = False
         hold.status = type(task.status)()
         hold.status.CopyFrom(task.status)
         hold.wrote(version, terminal=is_terminal(task))

@@ -54,6 +54,11 @@ class Turn(Hold):
     another thread.
     """
 
+    idle = False
+    """Whether execute() has ended and left the task as it was."""
+    over = False
+    """Whether the lease goes: execute() has ended, and the task settled."""
+
     def __init__(
         self,
         store: LeaseStore,
@@ -201,6 +206,11 @@ class Turn(Hold):
     def settled_for_good(self) -> bool:
         """Whether this turn moved the task into a terminal state."""
         return self.status is not None and self.status.state in TERMINAL
+
+    @property
+    def must_look(self) -> bool:
+        """Whether others may take the lease: anybody acquires an idle one."""
+        return self.idle or self.over
 
     @property
     def changed_nothing(self) -> bool:
