@@ -331,6 +331,9 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 len(self._turns),
                 timeout,
             )
+        stop_timeout = self.settings.stop_timeout
+        # What an acquire left is undone before the session is closed.
+        await self._admission.wait_until_settled(timeout=stop_timeout)
         if self._recovery is not None:
             await self._recovery.give_back()
         await self._shutdown.unless_hurried(
@@ -340,7 +343,6 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         left = list(self._turns)
         for turn in left:
             turn.lose(Loss.HANDED_OVER)
-        stop_timeout = self.settings.stop_timeout
         await self._turns.wait_until_empty(timeout=stop_timeout)
         undecided: dict[str, int] = {}
         if self._recovery is not None:

@@ -410,3 +410,13 @@ asyncio.run(parent())
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+async def test_a_store_that_cannot_be_detached_is_said():
+    class Attached(InMemoryLeaseStore):
+        def detached(self):
+            raise RuntimeError('cannot be detached')
+
+    replica = Replica(Attached(), SETTINGS, SERVICE, listener=Ears())
+    with pytest.raises(RuntimeError, match='cannot be detached'):
+        await asyncio.wait_for(replica.start(), 10)

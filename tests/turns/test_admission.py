@@ -7,10 +7,16 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from a2a.utils.errors import InternalError, UnsupportedOperationError
+from a2a.utils.errors import (
+    InternalError,
+    TaskNotFoundError,
+    UnsupportedOperationError,
+)
 
-from a2a_lease import ContextCodec
+from a2a_lease import ContextCodec, DatabaseLeaseStore
 from a2a_lease.demo.sabotage import without_sweep
+from a2a_lease.model import LeaseRequest, LeaseState
+from a2a_lease.turns.marks import mark_of
 from support.inprocess import (
     COMPLETED,
     INPUT_REQUIRED,
@@ -244,3 +250,112 @@ async def test_a_codec_keeps_what_the_owner_needs(service: Service):
     [lease] = await service.leases.leases()
     assert lease.owner == 'acme'
     assert b'secret' not in lease.call_context
+
+
+class LosesAnswers(DatabaseLeaseStore):
+    """An acquire lands, its answer is lost, and the database goes away."""
+
+    away = False
+    armed = True
+
+    async def acquire(self, request):
+        if self.away:
+            raise ConnectionRefusedError('away')
+        lease = await super().acquire(request)
+        if request.before is not None and self.armed:
+            self.armed = False
+            self.away = True
+            raise ConnectionResetError('lost as it committed')
+        return lease
+
+
+@pytest.mark.parametrize('meanwhile', ['patience ends', 'drain'])
+async def test_an_acquire_that_landed_after_all_is_undone(
+    service: Service, meanwhile: str
+):
+    """Its client was told to send again; the task is paused as before."""
+    leases = LosesAnswers(service.engine)
+    replica = await service.replica(
+        _ask,
+        leases=leases,
+        settings=dataclasses.replace(SETTINGS, acquire_timeout=0.5),
+    )
+    other = await service.replica(_finish)
+    task = await replica.handler.on_message_send(message(), call())
+    sending = asyncio.ensure_future(
+        replica.handler.on_message_send(message(task=task), call())
+    )
+
+    async def lost():
+        return leases.away
+
+    await until(lost)
+    draining = None
+    if meanwhile == 'drain':
+        draining = asyncio.ensure_future(replica.handler.drain(timeout=0))
+    with pytest.raises(InternalError):
+        await sending
+    leases.away = False
+    if draining is not None:
+        await draining
+
+    async def free():
+        return (await other.lease(task.id)).session_id is None
+
+    await until(free)
+    assert await other.state(task.id) == INPUT_REQUIRED
+    answer = await other.handler.on_message_send(message(task=task), call())
+    assert answer.status.state == COMPLETED
+
+
+async def test_what_a_canceled_acquire_took_is_let_go_through_an_outage(
+    service: Service,
+):
+    replica = await service.replica(_ask)
+    task = await replica.handler.on_message_send(message(), call())
+
+    async def free():
+        lease = await replica.lease(task.id)
+        return lease if lease.session_id is None else None
+
+    lease = await until(free)
+    store = service.leases
+    session = replica.handler._replica.session
+    request = LeaseRequest(
+        service='agent',
+        task_id=task.id,
+        context_id=task.context_id,
+        owner='ada',
+        session_id=session.id,
+        acquire_id='canceled',
+        expected_token=lease.token,
+        before=mark_of(task.status),
+        call_context=b'{}',
+    )
+    move, lost = store.move, []
+
+    async def move_or_lose(*which, **how):
+        if not lost:
+            lost.append(which)
+            raise ConnectionResetError('lost')
+        return await move(*which, **how)
+
+    store.move = move_or_lose
+    await replica.handler._turns.undo(
+        asyncio.ensure_future(store.acquire(request)), request
+    )
+    assert lost
+    assert (await replica.lease(task.id)).state is LeaseState.FREE
+
+
+async def test_an_id_in_another_case_is_another_task(service: Service):
+    """MySQL's task table would say that it is the same one."""
+    replica = await service.replica(_ask)
+    other = await service.replica(_finish)
+    task = await replica.handler.on_message_send(message(), call())
+    with pytest.raises(TaskNotFoundError):
+        await other.handler.on_message_send(
+            message(task=task.id.upper()), call()
+        )
+    assert other.agent.turns == 0
+    assert len(await service.leases.leases()) == 1

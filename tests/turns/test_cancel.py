@@ -9,6 +9,7 @@ import pytest
 from a2a.types.a2a_pb2 import CancelTaskRequest
 from a2a.utils.errors import TaskNotCancelableError
 
+from a2a_lease.model import LeaseState
 from support.inprocess import (
     CANCELED,
     INPUT_REQUIRED,
@@ -22,6 +23,7 @@ from support.inprocess import (
 
 
 if TYPE_CHECKING:
+    from support.databases import Database
     from support.inprocess import InProcessReplica, Service
 
 
@@ -171,3 +173,103 @@ async def test_a_paused_task_is_canceled_and_pushed(
         await through.handler.on_cancel_task(
             CancelTaskRequest(id=task.id), call()
         )
+
+
+@pytest.mark.parametrize('where', ['here', 'elsewhere'])
+async def test_an_idle_task_is_canceled_and_pushed_once(
+    service: Service, where: str
+):
+    """Its replica holds the lease, but nobody works on it."""
+
+    async def returns(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+
+    idle = await service.replica(returns)
+    other = await service.replica(returns)
+    task = await idle.handler.on_message_send(message(), call())
+
+    async def is_idle():
+        lease = await idle.lease(task.id)
+        return lease is not None and lease.state is LeaseState.IDLE
+
+    await until(is_idle)
+    through = idle if where == 'here' else other
+    canceled = await through.handler.on_cancel_task(
+        CancelTaskRequest(id=task.id), call()
+    )
+    assert canceled.status.state == CANCELED
+    await _nothing_left(service)
+    assert through.pushes.states(task.id).count(CANCELED) == 1
+
+
+async def test_of_many_who_cancel_one_pushes(
+    database: Database, service: Service
+):
+    async def ask(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(INPUT_REQUIRED)
+
+    replicas = [await service.replica(ask) for _ in range(3)]
+    task = await replicas[0].handler.on_message_send(message(), call())
+    canceled = await asyncio.gather(
+        *(
+            replica.handler.on_cancel_task(
+                CancelTaskRequest(id=task.id), call()
+            )
+            for replica in replicas
+        ),
+        return_exceptions=True,
+    )
+    # Whoever comes late may be told that it is over.
+    for result in canceled:
+        if isinstance(result, Exception):
+            assert isinstance(result, TaskNotCancelableError)
+        else:
+            assert result.status.state == CANCELED
+    await _nothing_left(service)
+
+    async def pushed():
+        return [
+            state
+            for replica in replicas
+            for state in replica.pushes.states(task.id)
+            if state == CANCELED
+        ]
+
+    await until(pushed)
+    # On SQLite the SDK reads before it locks, so that several may save.
+    most = 3 if database.kind == 'sqlite' else 1
+    assert len(await pushed()) <= most
+
+
+@pytest.mark.parametrize('where', ['here', 'elsewhere'])
+async def test_a_cancel_as_the_turn_pauses_is_pushed(
+    service: Service, where: str
+):
+    async def ask(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(INPUT_REQUIRED)
+
+    pauses = await service.replica(ask)
+    other = await service.replica(ask)
+    through = pauses if where == 'here' else other
+    tasks = []
+    for number in range(12):
+        task = await pauses.handler.on_message_send(message(), call())
+        tasks.append(task.id)
+        await asyncio.sleep(number / 2000)
+        canceled = await through.handler.on_cancel_task(
+            CancelTaskRequest(id=task.id), call()
+        )
+        assert canceled.status.state == CANCELED
+    await _nothing_left(service)
+
+    async def all_pushed():
+        return all(
+            CANCELED
+            in pauses.pushes.states(task_id) + other.pushes.states(task_id)
+            for task_id in tasks
+        )
+
+    await until(all_pushed)

@@ -332,3 +332,54 @@ async def test_a_stream_can_be_ended_though_its_driver_hides_the_cancel():
     async with asyncio.timeout(20):
         await pump.aclose()
     assert hidden.is_set()
+
+
+async def test_a_subscription_elsewhere_outlasts_a_database_that_is_away(
+    database: Database, service: Service
+):
+    if database.server is None:
+        return
+    go_on = asyncio.Event()
+
+    async def work(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        await go_on.wait()
+        await desk.artifact('one')
+        await desk.status(COMPLETED)
+
+    runs = await service.replica(work)
+    watches = await service.replica(work)
+    sending = asyncio.ensure_future(
+        runs.handler.on_message_send(message(), call())
+    )
+
+    async def working():
+        [lease] = await service.leases.leases() or [None]
+        task = lease and await runs.stored(lease.task_id)
+        return task if task and task.status.state == WORKING else None
+
+    task = await until(working)
+    events = []
+
+    async def listen() -> None:
+        async for event in watches.handler.on_subscribe_to_task(
+            SubscribeToTaskRequest(id=task.id), call()
+        ):
+            events.append(event)
+
+    listening = asyncio.ensure_future(listen())
+    await until(lambda: _are(events))
+    await asyncio.to_thread(database.server.stop)
+    # Longer than it looks at the task by itself, several times.
+    await asyncio.wait({listening}, timeout=5)
+    assert not listening.done()
+    await asyncio.to_thread(database.server.start)
+    go_on.set()
+    await asyncio.wait_for(listening, 40)
+    assert events[-1].status.state == COMPLETED
+    await sending
+
+
+async def _are(events: list[Any]) -> bool:
+    return bool(events)

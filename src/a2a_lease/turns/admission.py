@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -67,10 +68,20 @@ class Admission:
         self._settings = settings
         self._clock = clock
         self.closed = False
+        self._under_way = 0
+        self._settled = asyncio.Event()
 
     def close(self) -> None:
         """Admits nothing more."""
         self.closed = True
+
+    async def wait_until_settled(self, *, timeout: float) -> None:
+        """Waits until no acquire is under way, after `close`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._under_way:
+                    self._settled.clear()
+                    await self._settled.wait()
 
     def refuse_if_closed(self) -> None:
         """Raises the error that sends a client to another replica."""
@@ -128,6 +139,7 @@ class Admission:
         until = turn.until
         acquire_id = uuid.uuid4().hex
         unknown: LeaseRequest | None = None
+        self._under_way += 1
         try:
             session = await self._session(until)
             for pause in pauses():
@@ -155,6 +167,8 @@ class Admission:
                     turn.hold(lease, session)
                     return
         finally:
+            self._under_way -= 1
+            self._settled.set()
             if unknown is not None:
                 # It may have landed, though its answer was lost.
                 self._turns.spawn(

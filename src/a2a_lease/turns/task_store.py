@@ -124,6 +124,10 @@ class LeasedTaskStore(VersionedTaskStore):
             )
 
         if hold is None or not hold.held:
+            if must_look:
+                # The SDK leaves the time of the status before. With its own,
+                # a cancel is told from another one at the same time.
+                task.status.timestamp.FromDatetime(datetime.now(UTC))
             version = await save()
             if is_terminal(task):
                 note_outcome(context)
