@@ -51,6 +51,7 @@ from support.inprocess import (
     ScriptedAgent,
     call,
     message,
+    stubbornly,
     until,
 )
 
@@ -786,11 +787,10 @@ async def test_a_zombie_that_ignores_its_cancellation_lands_nothing(
         await desk.task()
         await desk.status(WORKING)
         if run == 1:
+            await stubbornly(killed)
             while not end.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await killed.wait()
-                    await desk.artifact('zombie', artifact_id='z')
-                    await asyncio.sleep(0.01)
+                await desk.artifact('zombie', artifact_id='z')
+                await stubbornly(end)
             return
         for number in range(10):
             await desk.artifact(str(number), append=number > 0)
@@ -900,6 +900,39 @@ async def test_saves_of_a_turn_that_runs_again_ask_nothing(stage: Stage):
     assert before[0] >= 1
     assert len(looks) == before[0]
     await sending
+
+
+async def test_a_zombie_does_not_run_its_own_task_again_beside_itself(
+    stage: Stage,
+):
+    """It was declared dead, lives on, and may claim what it has left."""
+    end = asyncio.Event()
+
+    async def script(desk: Desk, run: int) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        if run == 1:
+            await stubbornly(end)
+            return
+        await desk.status(COMPLETED)
+
+    await stage.open(script, size=1)
+    sending = _spawn(stage)
+    await stage.until_state(WORKING)
+    await stage.kill()
+    leases = stage.service.leases
+
+    async def given_back():
+        [lease] = await leases.leases()
+        session = {s.id: s for s in await leases.sessions()}[lease.session_id]
+        return session.state is SessionState.CLOSED
+
+    await until(given_back)
+    assert stage.began == [1]
+    end.set()
+    await stage.until_state(COMPLETED)
+    assert stage.began == [1, 2]
+    assert (await sending).status.state == COMPLETED
 
 
 # On one stream.
@@ -1119,9 +1152,7 @@ async def test_a_silent_agent_that_does_not_stop_is_not_run_twice(
     async def script(desk: Desk, run: int) -> None:
         await desk.task()
         await desk.status(WORKING)
-        while not end.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await end.wait()
+        await stubbornly(end)
 
     await stage.open(
         script,

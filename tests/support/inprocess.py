@@ -305,6 +305,20 @@ class Service:
         )
 
 
+async def stubbornly(event: asyncio.Event) -> None:
+    """Waits as an agent does that ignores its cancellations.
+
+    Not for ever, so that a test which fails meanwhile comes to its end.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + 60
+    while not event.is_set() and loop.time() < until:
+        try:
+            await asyncio.wait_for(event.wait(), until - loop.time())
+        except (TimeoutError, asyncio.CancelledError):
+            continue
+
+
 async def until(
     condition: Callable[[], Awaitable[Any]], *, timeout: float = 20
 ) -> Any:

@@ -18,6 +18,7 @@ from support.inprocess import (
     ScriptedAgent,
     call,
     message,
+    stubbornly,
     until,
 )
 
@@ -93,11 +94,7 @@ async def test_a_cancel_returns_though_the_agent_ignores_it(service: Service):
     async def stubborn(desk: Desk) -> None:
         await desk.task()
         await desk.status(WORKING)
-        while not release.is_set():
-            try:
-                await release.wait()
-            except asyncio.CancelledError:
-                continue
+        await stubbornly(release)
         await desk.artifact('late')
 
     replica = await service.replica(stubborn)

@@ -18,6 +18,7 @@ from support.inprocess import (
     Desk,
     call,
     message,
+    stubbornly,
     until,
 )
 
@@ -98,11 +99,7 @@ async def test_an_agent_that_does_not_stop_does_not_hold_up_the_close(
     async def stubborn(desk: Desk) -> None:
         await desk.task()
         await desk.status(WORKING)
-        while not release.is_set():
-            try:
-                await release.wait()
-            except asyncio.CancelledError:
-                continue
+        await stubbornly(release)
 
     replica = await service.replica(
         stubborn, settings=dataclasses.replace(SETTINGS, stop_timeout=0.2)

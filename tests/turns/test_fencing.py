@@ -25,6 +25,7 @@ from support.inprocess import (
     ScriptedAgent,
     call,
     message,
+    stubbornly,
     until,
 )
 
@@ -55,11 +56,7 @@ async def test_a_zombie_lands_nothing_after_the_takeover(
         await desk.task()
         await desk.status(WORKING)
         begun.set()
-        while not wake.is_set():
-            try:
-                await wake.wait()
-            except asyncio.CancelledError:
-                continue  # It ignores its cancellation.
+        await stubbornly(wake)
         await desk.artifact('late')
         await desk.status(COMPLETED)
         if ending == 'raises':

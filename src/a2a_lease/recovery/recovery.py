@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 _SET_ASIDE = 1.0
 _LONGEST_SET_ASIDE = 300.0
+_SWEEPS_FOR_OTHERS = 3
 _CONFLICTS = 5
 """How often another writer may be faster before that is an error."""
 _NOT_STORED = (
@@ -122,6 +123,8 @@ class Recovery:
         self._not_busy = 0
         """Recoveries that wait, or whose turn runs."""
         self._thorough_at = 0.0
+        self._claims_at = 0.0
+        """When this replica may claim again."""
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._round: asyncio.Task[None] | None = None
@@ -216,6 +219,8 @@ class Recovery:
     async def _claim(self, ended: dict[str, Session] | None) -> None:
         session = self._replica.session
         if session is None or not session.fresh():
+            return
+        if self._clock.monotonic() < self._claims_at:
             return
         room = (
             self._settings.recovery_limit - len(self._working) + self._not_busy
@@ -519,6 +524,17 @@ class Recovery:
             return None
         if not await self._has_stopped(claim):
             await self._fail(claim, manager, task, _STILL_RUNS)
+            return None
+        if not await self._turns.wait_gone(
+            claim.lease.task_id, timeout=self._settings.stop_timeout
+        ):
+            # This replica was declared dead, and its agent ignores that; on
+            # another one the turn can begin.
+            self._claims_at = (
+                self._clock.monotonic()
+                + _SWEEPS_FOR_OTHERS * self._settings.sweep_interval
+            )
+            await self._replica.hand_over(_tokens([claim]))
             return None
         handed_over = claim.cause is Cause.REPLICA_CLOSED
         if decision.after and not handed_over and not claim.waited:
