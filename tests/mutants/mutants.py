@@ -21,8 +21,10 @@ TURN = ('tests/turns/test_turn.py',)
 FENCING = ('tests/turns/test_fencing.py', 'tests/turns/test_hold.py')
 RECOVERY = ('tests/recovery/test_recovery.py',)
 STORES = ('tests/stores',)
+HOLD = ('tests/turns/test_hold.py',)
 WATCHER = ('tests/replica/test_watcher.py',)
 HEARTBEAT = ('tests/replica/test_heartbeat.py',)
+LATE = ('tests/turns/test_late_saves.py',)
 ADMISSION = ('tests/turns/test_admission.py',)
 OUTAGES = ('tests/turns/test_outages.py',)
 CANCEL = ('tests/turns/test_cancel.py',)
@@ -489,7 +491,7 @@ MUTANTS = [
     Mutant(
         'a turn that does not stop is handed over',
         'handler.py',
-        '        if not stuck:\n',
+        '        if not stuck and saved:\n',
         '        if True:\n',
         ('tests/processes/test_shutdown.py',),
         only='does_not_stop and sqlite',
@@ -671,5 +673,95 @@ MUTANTS = [
         'pass',
         ('tests/processes/test_shutdown.py',),
         only='second and sqlite',
+    ),
+    # What lands late
+    Mutant(
+        'nobody looks back at a save that landed late',
+        'turns/running.py',
+        'if landed and not (turn.loss is None and turn.session.fresh()):',
+        'if False:',
+        LATE,
+    ),
+    Mutant(
+        'a drain does not wait for a save under way',
+        'handler.py',
+        'saved = await self._turns.wait_until_saved(timeout=stop_timeout)',
+        'saved = True',
+        LATE,
+    ),
+    Mutant(
+        'what an agent left running saves unasked',
+        'turns/turn.py',
+        'return self.idle or self.over',
+        'return False',
+        LATE,
+    ),
+    Mutant(
+        'an idle turn that settles after all keeps its lease',
+        'turns/running.py',
+        'if turn.idle and not turn.over:',
+        'if False:',
+        LATE,
+    ),
+    Mutant(
+        'an acquire that landed after all is kept',
+        'turns/admission.py',
+        '            if unknown is not None:\n                # It may',
+        '            if False:\n                # It may',
+        ADMISSION,
+    ),
+    Mutant(
+        'a drain does not wait for an acquire under way',
+        'handler.py',
+        'await self._admission.wait_until_settled(timeout=stop_timeout)',
+        'pass',
+        ADMISSION,
+    ),
+    Mutant(
+        'a cancel is forgotten as its turn pauses',
+        'stores/database.py',
+        'held = and_(held, self._leases.c.cancel_requested.is_(False))',
+        'pass',
+        (*STORES, *CANCEL),
+    ),
+    Mutant(
+        'nobody pushes the cancel of an idle task',
+        'stores/database.py',
+        '                    self._leases.c.state != LeaseState.IDLE.value,\n'
+        '                )\n'
+        '                .values(cancel_requested=True)',
+        '                )\n                .values(cancel_requested=True)',
+        (*STORES, *CANCEL),
+    ),
+    Mutant(
+        'a cancel that nobody told of is dropped with a parked lease',
+        'stores/database.py',
+        '                    leases.c.cancel_requested.is_(False),\n'
+        '                )\n'
+        '                .values(\n',
+        '                )\n                .values(\n',
+        STORES,
+    ),
+    Mutant(
+        'a look at a task elsewhere gives up in an outage',
+        'turns/following.py',
+        'task_store, task_id, context, permit=always\n        )',
+        'task_store, task_id, context, permit=always, tries=1\n        )',
+        OUTAGES,
+        only='subscription_elsewhere and postgresql',
+    ),
+    Mutant(
+        'a zombie runs its own task again beside itself',
+        'recovery/recovery.py',
+        'if not await self._turns.wait_gone(',
+        'if False and not await self._turns.wait_gone(',
+        AGAIN,
+    ),
+    Mutant(
+        'a session that is over still permits saves',
+        'turns/hold.py',
+        'or (may_be_acquired and stored.state is not LeaseState.IDLE)',
+        '',
+        HOLD,
     ),
 ]

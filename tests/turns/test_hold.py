@@ -116,6 +116,17 @@ async def test_what_was_taken_over_is_refused_and_known(
     assert store.looks == looks
 
 
+async def test_what_nobody_claimed_yet_is_refused_too(
+    hold: Hold, store: CountingStore
+):
+    """Its session is over; whoever claims it reads the task first."""
+    hold.wrote(V1, terminal=False)
+    await store.fence(hold.session.id, beat=0)
+    with pytest.raises(ConcurrentTaskModificationError):
+        await hold.permit(V2)
+    assert hold.loss is Loss.TAKEN_OVER
+
+
 async def test_what_was_canceled_elsewhere_is_refused(
     hold: Hold, store: CountingStore
 ):
