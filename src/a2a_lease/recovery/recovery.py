@@ -154,9 +154,20 @@ class Recovery:
         """Leaves to others what only waits here, since this replica ends."""
         waiting = dict(self._waiting)
         await stop(waiting)
-        if waiting:
+        if not waiting:
+            return
+        try:
             await self._replica.hand_over(_tokens(waiting.values()))
-            self._claims -= set(waiting.values())
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            logger.warning(
+                'What waits here is left to others when the session is '
+                'closed: %s',
+                error,
+            )
+            return
+        self._claims -= set(waiting.values())
 
     def sessions_ended(self, sessions: Sequence[Session]) -> None:
         """Notes sessions that left something. Any thread may call it."""
