@@ -130,7 +130,9 @@ class Talk:
         http = httpx.AsyncClient(timeout=20)
         stack.push_async_callback(http.aclose)
         app = Starlette()
-        url = await stack.enter_async_context(serving(app))
+        url = ''
+        if self.transport != 'GRPC':
+            url = await stack.enter_async_context(serving(app))
         grpc_server = grpc.aio.server()
         port = grpc_server.add_insecure_port('127.0.0.1:0')
         card = AgentCard(
@@ -195,8 +197,9 @@ class Talk:
         a2a_pb2_grpc.add_A2AServiceServicer_to_server(
             GrpcHandler(handler), grpc_server
         )
-        await grpc_server.start()
-        stack.push_async_callback(grpc_server.stop, None)
+        if self.transport == 'GRPC':
+            await grpc_server.start()
+            stack.push_async_callback(grpc_server.stop, None)
         clients = {}
         for streaming in (True, False):
             clients[streaming] = ClientFactory(
@@ -342,7 +345,8 @@ class Talk:
     async def until_pushed(self, state: int) -> None:
         """Waits for what is pushed, and notes it in the end."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(3):
+            # The plain handler may never push it.
+            async with asyncio.timeout(20 if self.leased else 1):
                 while state not in [pushed for _, pushed in self.pushed]:
                     await asyncio.sleep(0.01)
         self.note(

@@ -208,7 +208,7 @@ async def test_a_poison_task_takes_no_innocent_one_with_it(
         settings={'ttl': 1.6, 'run_again_limit': 32},
     ) as cluster:
         innocent = [
-            await cluster.stream(number % 4, 'task; working; sleep 2; complete')
+            await cluster.stream(number % 4, 'task; working; sleep 1; complete')
             for number in range(30)
         ]
         for heard in innocent:

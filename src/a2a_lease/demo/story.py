@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _CHAPTERS_TOLD = 3
+_AT_LEAST = 1.0
+"""Seconds for which something is awaited in any case."""
 _CHAPTERS = 16
 """How many the task of the killed replica has, if it runs again."""
 
@@ -202,6 +204,7 @@ class Story:
         self._webhook = webhook
         self._report = report
         self._patience = patience
+        self._until = 0.0
         self._goes_on = goes_on
 
     async def play(self) -> None:
@@ -249,6 +252,7 @@ class Story:
         report.kills(self._a.name, self._a.pid)
         killed_at = time.monotonic()
         self._a.kill()
+        self._until = killed_at + self._patience
         broke = await client_stream
         report.expects('the stream of its own client breaks', broke)
 
@@ -367,8 +371,9 @@ class Story:
         )
 
     async def _within(self, waited: Awaitable[Any]) -> bool:
+        left = self._until - time.monotonic()
         try:
-            await asyncio.wait_for(waited, self._patience)
+            await asyncio.wait_for(waited, max(_AT_LEAST, left))
         except TimeoutError:
             return False
         return True
