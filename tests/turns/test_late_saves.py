@@ -76,6 +76,20 @@ async def _fence(service: Service, session_id: str) -> None:
     await until(fenced)
 
 
+async def _noticed(replica: InProcessReplica, session_id: str) -> None:
+    """Waits until a replica knows that it was declared dead.
+
+    One that is declared dead after its time to live has no fresh beat; one
+    that a test declares dead may have.
+    """
+
+    async def noticed():
+        session = replica.handler._replica.session
+        return session is not None and session.id != session_id
+
+    await until(noticed)
+
+
 async def _work(desk: Desk) -> None:
     await desk.task(WORKING)
     await asyncio.Event().wait()
@@ -96,6 +110,7 @@ async def test_a_first_save_that_lands_after_recovery(service: Service):
         return not await service.leases.leases()
 
     await until(recovered)
+    await _noticed(old, lease.session_id)
     slow.go_on.set()
 
     async def failed():
@@ -130,6 +145,7 @@ async def test_a_save_out_of_a_pause_that_lands_after_recovery(
         return lease is not None and lease.state is LeaseState.FREE
 
     await until(freed)
+    await _noticed(old, lease.session_id)
     slow.go_on.set()
 
     async def failed():
