@@ -1065,7 +1065,7 @@ async def test_the_answer_s_flush_does_not_end_a_subscription(stage: Stage):
             await desk.artifact('one')
             await _forever()
         await go_on.wait()
-        await desk.artifact('two', append=True)
+        await desk.artifact('two', artifact_id='b')
         await desk.status(COMPLETED)
 
     await stage.open(script, size=3)
