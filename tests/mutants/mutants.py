@@ -697,6 +697,20 @@ MUTANTS = [
         LATE,
     ),
     Mutant(
+        'a slow push makes a turn that raised a dead one',
+        'turns/running.py',
+        '            or self.push.is_sending(task_id)\n',
+        '',
+        TURN,
+    ),
+    Mutant(
+        'a slow database makes a turn that raised a dead one',
+        'turns/running.py',
+        '            or task_id in self._at_work\n',
+        '',
+        TURN,
+    ),
+    Mutant(
         'an idle turn that settles after all keeps its lease',
         'turns/running.py',
         'if turn.idle and not turn.over:',

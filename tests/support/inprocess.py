@@ -304,6 +304,21 @@ class Service:
             leases=self.leases,
         )
 
+    async def beats(self, replica: InProcessReplica, count: int) -> None:
+        """Waits for so many beats of a replica, and sweeps with them."""
+
+        async def beat() -> int:
+            session = replica.handler._replica.session
+            beats = {s.id: s.beat for s in await self.leases.sessions()}
+            return beats.get(session.id, 0) if session is not None else 0
+
+        until_beat = await beat() + count
+
+        async def passed() -> bool:
+            return await beat() >= until_beat
+
+        await until(passed)
+
 
 async def stubbornly(event: asyncio.Event) -> None:
     """Waits as an agent does that ignores its cancellations.

@@ -258,8 +258,14 @@ class LosesAnswers(DatabaseLeaseStore):
     away = False
     armed = True
 
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.says_so = asyncio.Event()
+        self.says_so.set()
+
     async def acquire(self, request):
         if self.away:
+            await self.says_so.wait()
             raise ConnectionRefusedError('away')
         lease = await super().acquire(request)
         if request.before is not None and self.armed:
@@ -278,7 +284,9 @@ async def test_an_acquire_that_landed_after_all_is_undone(
     replica = await service.replica(
         _ask,
         leases=leases,
-        settings=dataclasses.replace(SETTINGS, acquire_timeout=0.5),
+        settings=dataclasses.replace(
+            SETTINGS, acquire_timeout=0.5, stop_timeout=20
+        ),
     )
     other = await service.replica(_finish)
     task = await replica.handler.on_message_send(message(), call())
@@ -292,7 +300,11 @@ async def test_an_acquire_that_landed_after_all_is_undone(
     await until(lost)
     draining = None
     if meanwhile == 'drain':
+        leases.says_so.clear()
         draining = asyncio.ensure_future(replica.handler.drain(timeout=0))
+        # Long enough to close the session, and to be taken over.
+        await service.beats(other, 6)
+        leases.says_so.set()
     with pytest.raises(InternalError):
         await sending
     leases.away = False

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from a2a.server.cluster import VersionedTaskStore
 
+from a2a_lease import current_lease
 from a2a_lease.model import LeaseState, SessionState
 from support.inprocess import (
     AUTH_REQUIRED,
@@ -206,9 +207,11 @@ async def test_what_an_agent_left_running_saves_under_its_lease_only(
     service: Service, taken: bool
 ):
     """It returned with its task WORKING, and something of it goes on."""
-    later, left = asyncio.Event(), []
+    later, left, lost = asyncio.Event(), [], []
+    at_last = asyncio.Event()
 
     async def returns(desk: Desk) -> None:
+        lost.append(current_lease().lost)
         await desk.task()
         await desk.status(WORKING)
 
@@ -220,7 +223,7 @@ async def test_what_an_agent_left_running_saves_under_its_lease_only(
         left.append(asyncio.create_task(work()))
 
     async def waits(desk: Desk) -> None:
-        await asyncio.Event().wait()
+        await at_last.wait()
 
     old = await service.replica(returns)
     new = await service.replica(waits)
@@ -243,15 +246,13 @@ async def test_what_an_agent_left_running_saves_under_its_lease_only(
     later.set()
     await left[0]
     if taken:
-
-        async def refused():
-            return old.handler._turns.of(task.id) is None
-
-        await until(refused)
+        async with asyncio.timeout(10):
+            await lost[0].wait()
         stored = await new.stored(task.id)
         assert stored.status.state == WORKING
         assert not stored.artifacts
-        sending.cancel()
+        at_last.set()
+        await sending
         return
 
     async def gone():

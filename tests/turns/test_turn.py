@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from a2a.types.a2a_pb2 import Message, Task
@@ -15,6 +16,7 @@ from support.inprocess import (
     COMPLETED,
     FAILED,
     INPUT_REQUIRED,
+    SETTINGS,
     WORKING,
     Desk,
     ScriptedAgent,
@@ -276,6 +278,76 @@ async def test_an_exception_before_any_event_is_pushed_as_failed(
     [(task_id, event)] = replica.pushes.sent
     assert event.status.state == FAILED
     assert await replica.state(task_id) == FAILED
+
+
+class Slow:
+    """One call that a part of the server makes takes long."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.armed = False
+        self.entered, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(self, *_: object) -> None:
+        if self.armed:
+            self.entered.set()
+            await self.go_on.wait()
+
+    def wrap(self, inner: Any) -> Any:
+        call_inner = getattr(inner, self.method)
+
+        async def call_slowly(*args: Any, **options: Any) -> Any:
+            await self.wait()
+            return await call_inner(*args, **options)
+
+        setattr(inner, self.method, call_slowly)
+        return inner
+
+
+@pytest.mark.parametrize('method', ['save', 'publish', 'push'])
+async def test_an_exception_is_told_however_slow_the_surroundings(
+    service: Service, method: str
+):
+    """The turn did not die: the SDK is not done with what came before."""
+    slow = Slow(method)
+
+    async def agent(desk: Desk) -> None:
+        if desk.context.current_task is None:
+            await desk.task()
+            await desk.status(INPUT_REQUIRED)
+            return
+        await desk.status(WORKING)
+        slow.armed = True
+        await desk.artifact('half')
+        raise RuntimeError('boom')
+
+    wraps: dict[str, Any] = {}
+    if method == 'save':
+        wraps['wrap_tasks'] = slow.wrap
+    elif method == 'publish':
+        wraps['wrap_events'] = slow.wrap
+    replica = await service.replica(
+        agent,
+        settings=dataclasses.replace(SETTINGS, stop_timeout=0.2),
+        **wraps,
+    )
+    if method == 'push':
+        replica.pushes.before_send = slow.wait
+    task = await replica.handler.on_message_send(message(), call())
+    sending = asyncio.ensure_future(
+        replica.handler.on_message_send(message(task=task), call())
+    )
+    async with asyncio.timeout(20):
+        await slow.entered.wait()
+    await service.beats(replica, 6)
+    slow.go_on.set()
+    with pytest.raises(RuntimeError, match='boom'):
+        await sending
+    await _gone(replica, task.id)
+    stored = await replica.stored(task.id)
+    assert stored.status.state == FAILED
+    assert not stored.status.HasField('message')
+    assert [a.parts[0].text for a in stored.artifacts] == ['half']
 
 
 async def test_nothing_is_saved_after_a_terminal_state(service: Service):

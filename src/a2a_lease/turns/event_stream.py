@@ -44,7 +44,8 @@ class LeasedEventStream(TaskEventStream):
     async def publish(self, task_id: str, event: VersionedEvent) -> None:
         """Publishes an event; a failure does not fail the task."""
         try:
-            await self.inner.publish(task_id, event)
+            with self._turns.at_work(task_id):
+                await self.inner.publish(task_id, event)
         except Exception:
             logger.exception(
                 'Could not publish an event of task %s to other replicas; '

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from a2a.server.tasks import PushNotificationSender
@@ -34,6 +34,7 @@ class LeasedPushSender(PushNotificationSender):
     def __init__(self, inner: PushNotificationSender | None) -> None:
         self._inner = inner
         self._outcomes: OrderedDict[str, None] = OrderedDict()
+        self._sending: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Forwards what this SDK version knows and this class does not."""
@@ -50,8 +51,19 @@ class LeasedPushSender(PushNotificationSender):
             self._outcomes[task_id] = None
             while len(self._outcomes) > _REMEMBERED:
                 self._outcomes.popitem(last=False)
-        if self._inner is not None:
+        if self._inner is None:
+            return
+        self._sending[task_id] += 1
+        try:
             await self._inner.send_notification(task_id, event)
+        finally:
+            self._sending[task_id] -= 1
+            if not self._sending[task_id]:
+                del self._sending[task_id]
+
+    def is_sending(self, task_id: str) -> bool:
+        """Whether a push of the task is under way."""
+        return task_id in self._sending
 
     async def send_outcome(
         self, task_id: str, event: PushNotificationEvent

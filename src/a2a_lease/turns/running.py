@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -96,6 +97,11 @@ class Turns:
         self._order: dict[Turn, asyncio.Lock] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._signals: dict[str, set[asyncio.Event]] = {}
+        self._at_work: Counter[str] = Counter()
+        """How many calls of the SDK for a task are under way."""
+        self._quiet: dict[Turn, tuple[int, float]] = {}
+        """For how long the SDK has done nothing for a turn that ended."""
+        self._checked = clock.monotonic()
         self._saving: set[Turn] = set()
         self._saved = asyncio.Event()
         self.handing_over = False
@@ -157,6 +163,7 @@ class Turns:
             self._by_task.pop(task_id, None)
         self._held.pop(turn, None)
         self._heard.pop(turn, None)
+        self._quiet.pop(turn, None)
         self._order.pop(turn, None)
         gone = self._gone.pop(turn, None)
         if gone is not None:
@@ -240,6 +247,19 @@ class Turns:
                 return
 
     @contextmanager
+    def at_work(self, task_id: str) -> Generator[None]:
+        """Notes that the SDK reads, saves or publishes for a task."""
+        self._at_work[task_id] += 1
+        try:
+            yield
+        finally:
+            self._at_work[task_id] -= 1
+            if not self._at_work[task_id]:
+                del self._at_work[task_id]
+            for turn in self._by_task.get(task_id, ()):
+                turn.steps += 1
+
+    @contextmanager
     def saving(self, turn: Turn) -> Generator[None]:
         """Notes that a save of a turn is under way, and looks back after it.
 
@@ -248,14 +268,12 @@ class Turns:
         meanwhile without a save, as that of a paused task, nobody would look
         after what it has saved.
         """
-        turn.saving = True
         self._saving.add(turn)
         landed = False
         try:
             yield
             landed = True
         finally:
-            turn.saving = False
             self._saving.discard(turn)
             self._saved.set()
             if landed and not (turn.loss is None and turn.session.fresh()):
@@ -522,7 +540,6 @@ class Turns:
 
     def ended(self, turn: Turn) -> None:
         """Follows the end of execute() of a turn."""
-        turn.ended_at = self._clock.monotonic()
         turn.ended.set()
         if turn.loss is not None:
             self.drop(turn, turn.lease.task_id)
@@ -530,14 +547,16 @@ class Turns:
     def check(self) -> None:
         """Finds turns that died on this replica, which goes on living."""
         now = self._clock.monotonic()
+        # A loop that was blocked gave nobody a chance to do something.
+        passed = min(now - self._checked, self._settings.sweep_interval)
+        self._checked = now
         for turn in self:
             if turn.loss is not None or not turn.held:
                 continue
             if (
                 turn.ending in (Ending.RAISED, Ending.CANCELED)
                 and not turn.settled
-                and not turn.saving
-                and now - turn.ended_at > self._settings.stop_timeout
+                and self._is_left(turn, passed)
             ):
                 turn.lose(Loss.DIED)
             elif turn.ending is None and turn.is_deaf():
@@ -556,6 +575,25 @@ class Turns:
                     extra=self._fields(turn),
                 )
                 turn.lose(Loss.SILENT)
+
+    def _is_left(self, turn: Turn, passed: float) -> bool:
+        """Whether the SDK will not save how a turn ended.
+
+        It saves FAILED or CANCELED once it is done with what the agent
+        emitted before, however slow the database and the webhooks are.
+        """
+        task_id = turn.lease.task_id
+        steps, quiet = self._quiet.get(turn, (turn.steps, 0.0))
+        if (
+            steps != turn.steps
+            or task_id in self._at_work
+            or self.push.is_sending(task_id)
+        ):
+            quiet = 0.0
+        else:
+            quiet += passed
+        self._quiet[turn] = turn.steps, quiet
+        return quiet > self._settings.stop_timeout
 
     def _is_silent(self, turn: Turn, now: float) -> bool:
         limit = self._settings.inactivity_timeout

@@ -60,13 +60,14 @@ class LeasedTaskStore(VersionedTaskStore):
     ) -> StoredTask | None:
         """Reads a task; a turn's read outlasts outages."""
         hold = hold_of(context)
-        stored = await read_through_outages(
-            self.inner,
-            task_id,
-            context,
-            permit=_while_held(hold, task_id),
-            tries=_tries(hold),
-        )
+        with self._turns.at_work(task_id):
+            stored = await read_through_outages(
+                self.inner,
+                task_id,
+                context,
+                permit=_while_held(hold, task_id),
+                tries=_tries(hold),
+            )
         if stored is not None and stored.task.id != task_id:
             # MySQL compares ids without case; the lease is on the other one.
             return None
@@ -144,7 +145,7 @@ class LeasedTaskStore(VersionedTaskStore):
         ):
             await self._turns.resume(hold)
         try:
-            with self._turns.saving(hold):
+            with self._turns.at_work(task.id), self._turns.saving(hold):
                 version = await save()
         except ConcurrentTaskModificationError:
             raise

@@ -94,15 +94,14 @@ class Turn(Hold):
         """execute() is over; the agent does nothing any more."""
         self.saved = False
         """Whether a save of this turn is durable."""
-        self.saving = False
-        """Whether a save of this turn is under way."""
         self.is_deaf: Callable[[], bool] = lambda: False
         """Whether the SDK has stopped to process what the agent emits."""
         self.status: TaskStatus | None = None
         """The status that this turn saved last."""
         self.seen_version: TaskVersion | None = None
         """The newest version that this turn read or wrote while it held."""
-        self.ended_at = 0.0
+        self.steps = 0
+        """How often the SDK has done something for the task meanwhile."""
         self.noted_stored = False
         self.params: SendMessageRequest | None = None
         """The request, as the SDK is given it."""
