@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import httpx
 from a2a.client import ClientConfig, ClientFactory
 from a2a.server.cluster import (
     DatabaseTaskEventStream,
@@ -48,6 +47,7 @@ from starlette.routing import Route
 
 from a2a_lease import DatabaseLeaseStore, LeasedRequestHandler
 from a2a_lease.demo.webserver import serving
+from support.http import http_client
 from support.inprocess import SETTINGS, Desk, ScriptedAgent
 
 
@@ -127,7 +127,7 @@ class Talk:
         configs = DatabasePushNotificationConfigStore(self.engine)
         for part in (tasks, events, configs):
             await part.initialize()
-        http = httpx.AsyncClient(timeout=20)
+        http = http_client(timeout=20)
         stack.push_async_callback(http.aclose)
         app = Starlette()
         url = ''

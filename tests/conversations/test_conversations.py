@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,8 +34,12 @@ async def transcript_of(
 async def test_both_handlers_say_the_same(
     conversation: Conversation, transport: str, tmp_path: Path
 ):
-    plain = await transcript_of(conversation, transport, tmp_path, leased=False)
-    leased = await transcript_of(conversation, transport, tmp_path, leased=True)
+    plain, leased = await asyncio.gather(
+        *(
+            transcript_of(conversation, transport, tmp_path, leased=leased)
+            for leased in (False, True)
+        )
+    )
     assert leased
     if not conversation.plain_is_wrong:
         assert leased == plain

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from a2a.client import ClientConfig, create_client
 from a2a.server.cluster import VersionedDatabaseTaskStore
 from a2a.server.context import ServerCallContext
@@ -34,6 +33,7 @@ from starlette.routing import Route
 from a2a_lease import DatabaseLeaseStore
 from a2a_lease.demo.webserver import serving
 from support.forkserver import ForkedServer
+from support.http import http_client
 from support.inprocess import NamedUser
 
 
@@ -227,7 +227,7 @@ class Cluster:
     ) -> Client:
         key = number, user, streaming
         if key not in self._clients:
-            http = httpx.AsyncClient(timeout=PATIENCE, headers={'x-user': user})
+            http = http_client(timeout=PATIENCE, headers={'x-user': user})
             self._stack.push_async_callback(http.aclose)
             self._clients[key] = await create_client(
                 self.replicas[number].url,

@@ -11,7 +11,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import httpx
 from a2a.auth.user import User
 from a2a.server.agent_execution import AgentExecutor
 from a2a.server.cluster import (
@@ -55,6 +54,7 @@ from a2a_lease import (
     current_lease,
 )
 from a2a_lease.demo.serving import serve
+from support.http import http_client
 
 
 STATES = {
@@ -265,7 +265,7 @@ def make_app(config: dict[str, Any]) -> Starlette:
         settings=LeaseSettings(**config['settings']),
         recovery=make_policy(config),
         push_config_store=configs,
-        push_sender=BasePushNotificationSender(httpx.AsyncClient(), configs),
+        push_sender=BasePushNotificationSender(http_client(), configs),
     )
     return Starlette(
         routes=[
