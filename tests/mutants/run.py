@@ -30,7 +30,8 @@ def main(words: list[str]) -> int:
     survivors = []
     for mutant in chosen:
         check(mutant)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    # The tests wait more than they compute.
+    with ThreadPoolExecutor(2 * (os.cpu_count() or 1)) as threads:
         for number, (mutant, noticed) in enumerate(
             zip(chosen, threads.map(notice, chosen), strict=True), start=1
         ):
