@@ -36,7 +36,7 @@ from a2a.utils.errors import (
 from a2a.utils.task import apply_history_length
 from sqlalchemy.exc import DBAPIError
 
-from a2a_lease.errors import LeaseConfigurationError
+from a2a_lease.errors import LeaseConfigurationError, LeaseError
 from a2a_lease.recovery.policy import FailAbandoned, RecoveryPolicy
 from a2a_lease.recovery.recovery import Recovery
 from a2a_lease.replica.clock import SYSTEM_CLOCK
@@ -44,6 +44,7 @@ from a2a_lease.replica.replica import Replica
 from a2a_lease.settings import LeaseSettings
 from a2a_lease.shutdown import Shutdown
 from a2a_lease.stores.lease_store import LeaseStore
+from a2a_lease.stores.schema import LONGEST_ID
 from a2a_lease.turns.admission import Admission, LeasedContextBuilder
 from a2a_lease.turns.call_context import saved_outcome, with_hold
 from a2a_lease.turns.codec import ContextCodec, survives
@@ -185,6 +186,16 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 'The agent card has no name; pass service=, which tells the '
                 'leases of this agent from those of others.'
             )
+        if len(self.service) > LONGEST_ID:
+            raise LeaseConfigurationError(
+                f'The service has {len(self.service)} characters; at most '
+                f'{LONGEST_ID} can be stored. Pass a shorter service=.'
+            )
+        if not isinstance(context_codec, ContextCodec | None):
+            raise LeaseConfigurationError(
+                f'context_codec must be a ContextCodec, such as '
+                f'ContextCodec(), not {context_codec!r}.'
+            )
         self.lease_store = lease_store
         self._clock = SYSTEM_CLOCK
         self._codec = context_codec or ContextCodec()
@@ -248,6 +259,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         Returns after the first confirmed beat. Starting twice does nothing.
 
         Raises:
+            LeaseError: It was drained before.
             Exception: What the database said, if it cannot be reached.
         """
         if self._starting is None:
@@ -255,7 +267,11 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         async with self._starting:
             if self._replica.started:
                 return
-            self._admission.refuse_if_closed()
+            if self._admission.closed:
+                raise LeaseError(
+                    'This handler was drained, which ends it. Make a new one '
+                    'for each life of the server.'
+                )
             for part in (
                 self._tasks.inner,
                 self._events.inner,
@@ -297,6 +313,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         """Starts at a request, if nobody did it before."""
         if self._replica.started:
             return
+        self._admission.refuse_if_closed()
         logger.warning(
             'This handler was not started before its first request, so it '
             'has watched nobody until now. Pass lifespan=handler.lifespan to '

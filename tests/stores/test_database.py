@@ -336,6 +336,8 @@ async def test_a_key_that_is_none_is_refused(tmp_path, monkeypatch):
     engine = create_async_engine(f'sqlite+aiosqlite:///{tmp_path}/x.db')
     with pytest.raises(LeaseConfigurationError, match='generate_key'):
         DatabaseLeaseStore(engine, encryption_key='secret')
+    with pytest.raises(LeaseConfigurationError, match='not a Fernet key'):
+        DatabaseLeaseStore(engine, encryption_key='')
     monkeypatch.setitem(sys.modules, 'cryptography.fernet', None)
     with pytest.raises(LeaseConfigurationError, match='encryption\\]'):
         DatabaseLeaseStore(engine, encryption_key=Fernet.generate_key())

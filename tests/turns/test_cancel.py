@@ -6,8 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from a2a.types.a2a_pb2 import CancelTaskRequest
+from a2a.types.a2a_pb2 import CancelTaskRequest, SubscribeToTaskRequest
 from a2a.utils.errors import TaskNotCancelableError
+from sqlalchemy import JSON, column, table, update
 
 from a2a_lease.model import LeaseState
 from support.inprocess import (
@@ -270,3 +271,37 @@ async def test_a_cancel_as_the_turn_pauses_is_pushed(
         )
 
     await until(all_pushed)
+
+
+@pytest.mark.parametrize('how', ['send', 'subscribe'])
+async def test_a_stream_ends_with_a_cancel_of_the_version_that_it_has_seen(
+    service: Service, how: str
+):
+    """On SQLite, a cancel and another save may make the same version."""
+
+    async def agent(desk: Desk) -> None:
+        await desk.task()
+        await desk.artifact('half')
+        await asyncio.Event().wait()
+
+    replica = await service.replica(agent)
+    stream = replica.handler.on_message_send_stream(message(), call())
+    task = await anext(stream)
+    assert (await anext(stream)).artifact.parts[0].text == 'half'
+    if how == 'subscribe':
+        stream = replica.handler.on_subscribe_to_task(
+            SubscribeToTaskRequest(id=task.id), call()
+        )
+        assert (await anext(stream)).artifacts
+    tasks = table('tasks', column('id'), column('status', JSON))
+    async with service.engine.begin() as connection:
+        await connection.execute(
+            update(tasks)
+            .where(tasks.c.id == task.id)
+            .values(status={'state': 'TASK_STATE_CANCELED'})
+        )
+    assert await service.leases.request_cancel('agent', task.id)
+    async with asyncio.timeout(20):
+        told = [event async for event in stream]
+    assert told[-1].status.state == CANCELED
+    await _nothing_left(service)

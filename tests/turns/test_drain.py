@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from a2a.utils.errors import InternalError
 
+from a2a_lease import LeaseError
 from a2a_lease.model import SessionState
 from support.inprocess import (
     COMPLETED,
@@ -16,6 +17,7 @@ from support.inprocess import (
     SETTINGS,
     WORKING,
     Desk,
+    ScriptedAgent,
     call,
     message,
     stubbornly,
@@ -126,3 +128,16 @@ async def test_an_agent_that_does_not_stop_does_not_hold_up_the_close(
         await asyncio.wait({running})
         running.exception()
         await replica.handler._replica.close(timeout=5)
+
+
+async def test_a_handler_that_was_drained_starts_no_second_life(
+    service: Service,
+):
+    replica = await service.replica(ScriptedAgent(), start=False)
+    await replica.handler.start()
+    await replica.handler.aclose()
+    with pytest.raises(LeaseError, match='Make a new one'):
+        async with replica.handler:
+            pass
+    with pytest.raises(InternalError, match='shutting down'):
+        await replica.handler.on_message_send(message(), call())

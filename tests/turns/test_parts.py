@@ -16,6 +16,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from a2a_lease import (
+    ContextCodec,
     DatabaseLeaseStore,
     Fail,
     FailAbandoned,
@@ -47,6 +48,8 @@ class Hasty(RecoveryPolicy):
         ({'agent_card': None}, 'AgentCard'),
         ({'agent_card': card('')}, 'service='),
         ({'agent_card': card('  ')}, 'service='),
+        ({'service': 'x' * 256}, '256 characters; at most 255'),
+        ({'context_codec': ContextCodec}, r'ContextCodec\(\)'),
         ({'settings': {'ttl': 4}}, r'LeaseSettings\(...\)'),
         ({'recovery': FailAbandoned}, r'FailAbandoned\(\)'),
         ({'recovery': Hasty()}, r'Hasty.decide\(\) must not be async'),
@@ -98,6 +101,8 @@ def test_a_store_that_cannot_be_is_refused(tmp_path: Path):
         lambda: ReExecute(reason='{'),
         lambda: ReExecute(backoff=float('nan')),
         lambda: RunAgain(after=-1),
+        lambda: RunAgain(after='5'),  # type: ignore[arg-type]
+        lambda: Fail(None),  # type: ignore[arg-type]
     ],
 )
 def test_a_number_that_cannot_be_is_refused(make):

@@ -31,6 +31,13 @@ class Fail:
     reason: str
     """Said to the user of the task, in a full sentence."""
 
+    def __post_init__(self) -> None:
+        """Refuses what cannot be."""
+        if not isinstance(self.reason, str):
+            raise LeaseConfigurationError(
+                f'reason must be a text for the user, not {self.reason!r}.'
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class RunAgain:
@@ -48,7 +55,7 @@ class RunAgain:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
-        if not self.after >= 0:
+        if not isinstance(self.after, int | float) or not self.after >= 0:
             raise LeaseConfigurationError(
                 f'after must be 0 or more seconds, not {self.after!r}.'
             )
@@ -119,7 +126,8 @@ class ReExecute(RecoveryPolicy):
 
     For agents that may do the same work twice, or that know from
     `current_lease()` how far they had come. A turn that was handed over at a
-    shutdown costs no attempt; a crash does. After two crashes, or if it is
+    shutdown costs no attempt; a crash does, and so does an agent that is
+    silent for `inactivity_timeout`. After two crashes, or if it is
     the last attempt, a turn runs apart from others that run again, since it
     may be the one that kills its replicas.
     """
@@ -129,8 +137,8 @@ class ReExecute(RecoveryPolicy):
         max_attempts: int = 3,
         *,
         backoff: float = 5.0,
-        reason: str = 'The server stopped {attempts} times while it worked on '
-        'this task, so it is not tried again.',
+        reason: str = 'The work on this task broke off {attempts} times, so '
+        'it is not tried again.',
     ) -> None:
         """Makes the policy.
 

@@ -135,7 +135,9 @@ class DatabaseLeaseStore(LeaseStore):
         self._metadata = schema.metadata
         self._sessions = schema.sessions
         self._leases = schema.leases
-        self._cipher = Cipher(encryption_key) if encryption_key else None
+        self._cipher = (
+            Cipher(encryption_key) if encryption_key is not None else None
+        )
         # All but what may be large.
         self._of_lease = [
             column

@@ -170,7 +170,6 @@ async def follow(
             task_store, task_id, context, permit=always
         )
 
-    seen = after
     pump = Pump(event_stream.subscribe(task_id, after=after))
     loop = asyncio.get_running_loop()
     try:
@@ -185,8 +184,9 @@ async def follow(
                     return
                 if not is_terminal(stored.task):
                     continue
-                if stored.version.is_after(seen):
-                    yield stored.task
+                # Nothing said so, or this stream would have ended: on SQLite
+                # a cancel may have the version of the save before it.
+                yield stored.task
                 return
             except StopAsyncIteration:
                 return
@@ -194,15 +194,13 @@ async def follow(
                 timer.cancel()
             if not versioned.version.is_after(after):
                 continue
-            seen = versioned.version
             event = versioned.event
             if is_taken_over(event):
                 # What its owner saved but did not live to publish is in the
                 # task only.
                 stored = await read()
                 if stored is not None:
-                    event, seen = stored.task, stored.version
-                    after = seen
+                    event, after = stored.task, stored.version
             yield event
             if ends_stream(event):
                 return
