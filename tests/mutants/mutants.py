@@ -642,8 +642,7 @@ MUTANTS = [
         'turns/following.py',
         'if turn.loss is None:\n                    raise',
         'if True:\n                    raise',
-        ('tests/processes/test_running_again.py',),
-        only='zombie_wakes and sqlite and claimed',
+        ('tests/turns/test_following.py',),
     ),
     Mutant(
         'a client that waits for a resumed turn gets the old pause',
@@ -709,6 +708,13 @@ MUTANTS = [
         '            or task_id in self._at_work\n',
         '',
         TURN,
+    ),
+    Mutant(
+        'a stream misses a cancel that took the version of another save',
+        'turns/following.py',
+        'yield stored.task\n                return',
+        'return',
+        CANCEL,
     ),
     Mutant(
         'an idle turn that settles after all keeps its lease',
