@@ -46,8 +46,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from a2a_lease import DatabaseLeaseStore, LeasedRequestHandler
+from a2a_lease.demo.local_http import local_client
 from a2a_lease.demo.webserver import serving
-from support.http import http_client
 from support.inprocess import SETTINGS, Desk, ScriptedAgent
 
 
@@ -127,7 +127,7 @@ class Talk:
         configs = DatabasePushNotificationConfigStore(self.engine)
         for part in (tasks, events, configs):
             await part.initialize()
-        http = http_client(timeout=20)
+        http = local_client(timeout=20)
         stack.push_async_callback(http.aclose)
         app = Starlette()
         url = ''

@@ -31,9 +31,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from a2a_lease import DatabaseLeaseStore
+from a2a_lease.demo.local_http import local_client
 from a2a_lease.demo.webserver import serving
 from support.forkserver import ForkedServer
-from support.http import http_client
 from support.inprocess import NamedUser
 
 
@@ -227,7 +227,7 @@ class Cluster:
     ) -> Client:
         key = number, user, streaming
         if key not in self._clients:
-            http = http_client(timeout=PATIENCE, headers={'x-user': user})
+            http = local_client(timeout=PATIENCE, headers={'x-user': user})
             self._stack.push_async_callback(http.aclose)
             self._clients[key] = await create_client(
                 self.replicas[number].url,

@@ -53,8 +53,8 @@ from a2a_lease import (
     RunAgain,
     current_lease,
 )
+from a2a_lease.demo.local_http import local_client
 from a2a_lease.demo.serving import serve
-from support.http import http_client
 
 
 STATES = {
@@ -265,7 +265,7 @@ def make_app(config: dict[str, Any]) -> Starlette:
         settings=LeaseSettings(**config['settings']),
         recovery=make_policy(config),
         push_config_store=configs,
-        push_sender=BasePushNotificationSender(http_client(), configs),
+        push_sender=BasePushNotificationSender(local_client(), configs),
     )
     return Starlette(
         routes=[

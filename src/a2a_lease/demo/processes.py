@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from a2a_lease.demo.local_http import local_client
+
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,7 +111,7 @@ class ServerProcess:
                 log.
         """
         try:
-            async with asyncio.timeout(timeout), httpx.AsyncClient() as client:
+            async with asyncio.timeout(timeout), local_client() as client:
                 while self._running().poll() is None:
                     try:
                         answer = await client.get(

@@ -8,7 +8,6 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from a2a.client import ClientConfig, create_client
 from a2a.types.a2a_pb2 import (
     GetTaskRequest,
@@ -26,6 +25,8 @@ from google.protobuf.json_format import ParseDict
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
+
+from a2a_lease.demo.local_http import local_client
 
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ async def connect(server: ServerProcess, *, streaming: bool = True) -> Client:
         server.url,
         ClientConfig(
             streaming=streaming,
-            httpx_client=httpx.AsyncClient(timeout=60.0),
+            httpx_client=local_client(timeout=60.0),
         ),
     )
 
