@@ -710,6 +710,13 @@ MUTANTS = [
         TURN,
     ),
     Mutant(
+        'a checkpoint is stored before what it stands for',
+        'turns/turn.py',
+        'if not await self._emitted_is_saved() and not self.settled_for_good:',
+        'if False:',
+        TURN,
+    ),
+    Mutant(
         'a stream misses a cancel that took the version of another save',
         'turns/following.py',
         'yield stored.task\n                return',

@@ -350,6 +350,45 @@ async def test_an_exception_is_told_however_slow_the_surroundings(
     assert [a.parts[0].text for a in stored.artifacts] == ['half']
 
 
+async def test_a_checkpoint_is_stored_after_what_it_stands_for(
+    service: Service,
+):
+    """A crash between the two must not leave a checkpoint for nothing."""
+    slow = Slow('save')
+
+    async def agent(desk: Desk) -> None:
+        await desk.task()
+        await current_lease().save_checkpoint(0)
+        slow.armed = True
+        await desk.artifact('half')
+        await current_lease().save_checkpoint(1)
+        await desk.status(INPUT_REQUIRED)
+        await desk.artifact('the other half')
+        await current_lease().save_checkpoint(2)
+        await desk.status(COMPLETED)
+
+    async def stored() -> bytes | None:
+        [lease] = await service.leases.leases()
+        kept = await service.leases.stored_turn(
+            'agent', lease.task_id, token=lease.token
+        )
+        return kept.checkpoint if kept is not None else None
+
+    replica = await service.replica(agent, wrap_tasks=slow.wrap)
+    sending = asyncio.ensure_future(
+        replica.handler.on_message_send(message(), call())
+    )
+    async with asyncio.timeout(20):
+        await slow.entered.wait()
+    await service.beats(replica, 4)
+    assert await stored() == b'0'
+    slow.go_on.set()
+    task = await sending
+    assert task.artifacts[0].parts[0].text == 'half'
+    await _gone(replica, task.id)
+    assert (await replica.stored(task.id)).status.state == COMPLETED
+
+
 async def test_nothing_is_saved_after_a_terminal_state(service: Service):
     async def agent(desk: Desk) -> None:
         await desk.task()

@@ -57,9 +57,9 @@ class CurrentLease:
         """Stores how far the agent has come, for another attempt.
 
         A turn that crashes and runs again finds it in `checkpoint`, as the
-        details of a heartbeat in Temporal. Save it after the event that it
-        stands for: a crash in between repeats that event, the other order
-        would lose it.
+        details of a heartbeat in Temporal. Save it after the events that it
+        stands for: they are durable before it is. A crash in between leaves
+        such an event without its checkpoint; `stored_task` tells.
 
         Args:
             value: Anything that JSON can hold, up to the setting

@@ -156,6 +156,7 @@ class LeasedTaskStore(VersionedTaskStore):
         hold.status = type(task.status)()
         hold.status.CopyFrom(task.status)
         hold.wrote(version, terminal=is_terminal(task))
+        hold.stored(event)
         await self._turns.saved(hold, task, event, version)
         return version
 

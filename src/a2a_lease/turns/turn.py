@@ -9,7 +9,7 @@ from collections import deque
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from a2a.types.a2a_pb2 import Task, TaskStatus
+from a2a.types.a2a_pb2 import Message, Task, TaskStatus
 
 from a2a_lease.errors import LeaseLostError
 from a2a_lease.model import LeaseState
@@ -116,6 +116,8 @@ class Turn(Hold):
         self._loop = asyncio.get_running_loop()
         self._on_loss = on_loss
         self._pending: deque[Event] = deque()
+        self._unsaved: deque[Event] = deque()
+        self._moved = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
 
@@ -179,6 +181,7 @@ class Turn(Hold):
         if not self.lost.is_set():
             self.lost.set()
             self._drained.set()
+            self._moved.set()
             self._on_loss(self)
 
     def read(self, version: TaskVersion, *, terminal: bool) -> None:
@@ -219,11 +222,16 @@ class Turn(Hold):
     async def save_checkpoint(self, data: bytes) -> None:
         """Stores how far the agent has come, for another attempt.
 
+        What it emitted before is durable first: otherwise a crash between the
+        two would leave a checkpoint that stands for what is not there.
+
         Raises:
             LeaseLostError: The lease is lost; another turn may run by now.
         """
         self.sounds += 1
         lease = self.lease
+        if not await self._emitted_is_saved() and not self.settled_for_good:
+            self.lose(Loss.DIED)
         for pause in pauses():
             if self.loss is not None:
                 raise LeaseLostError(lease.task_id)
@@ -261,6 +269,9 @@ class Turn(Hold):
         """Notes an event that the agent put into its queue."""
         self.sounds += 1
         self._pending.append(event)
+        # A plain reply is never saved.
+        if not isinstance(event, Message):
+            self._unsaved.append(event)
         self._drained.clear()
 
     @property
@@ -271,6 +282,30 @@ class Turn(Hold):
     def is_from_agent(self, event: Event | None) -> bool:
         """Whether this very event came out of the agent's queue."""
         return any(event is pending for pending in self._pending)
+
+    def stored(self, event: Event | None) -> None:
+        """Notes that an event of the agent is durable, and all before it."""
+        if any(each is event for each in self._unsaved):
+            while self._unsaved.popleft() is not event:
+                continue
+            self._moved.set()
+
+    async def _emitted_is_saved(self) -> bool:
+        """Waits until what was emitted so far is durable.
+
+        Returns:
+            Whether it is; if not, it never will be.
+        """
+        if not self._unsaved:
+            return True
+        last = self._unsaved[-1]
+        while any(each is last for each in self._unsaved):
+            if self.loss is not None or self.is_deaf():
+                return False
+            self._moved.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), 0.05)
+        return True
 
     def processed(self, event: Event) -> bool:
         """Notes that the SDK is done with an event: saved, pushed, published.
@@ -287,6 +322,7 @@ class Turn(Hold):
         ):
             return False
         self._pending.popleft()
+        self.stored(oldest)
         if not self._pending:
             self._drained.set()
         return True
@@ -294,6 +330,8 @@ class Turn(Hold):
     def refused(self) -> None:
         """Follows a refused save, after which the SDK processes no event."""
         self._pending.clear()
+        self._unsaved.clear()
+        self._moved.set()
         self._drained.set()
 
     async def drained(self) -> None:
