@@ -717,6 +717,15 @@ MUTANTS = [
         TURN,
     ),
     Mutant(
+        'the lease of a canceled task goes before its push',
+        'turns/running.py',
+        'await asyncio.gather(self._tell_canceled(turn), '
+        'self._stop_agent(turn))',
+        'self.spawn(self._tell_canceled(turn))\n'
+        '        await self._stop_agent(turn)',
+        CANCEL,
+    ),
+    Mutant(
         'a stream misses a cancel that took the version of another save',
         'turns/following.py',
         'yield stored.task\n                return',

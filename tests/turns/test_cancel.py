@@ -273,6 +273,32 @@ async def test_a_cancel_as_the_turn_pauses_is_pushed(
     await until(all_pushed)
 
 
+async def test_the_lease_of_a_canceled_task_goes_after_its_push(
+    service: Service,
+):
+    """If its replica dies before, recovery pushes."""
+    runs = await service.replica(_works)
+    cancels = await service.replica(_works)
+    pushing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly(task_id: str, event: object) -> None:
+        if getattr(event, 'status', None) and event.status.state == CANCELED:
+            pushing.set()
+            await go_on.wait()
+
+    runs.pushes.before_send = slowly
+    task, sending = await _start(runs)
+    await cancels.handler.on_cancel_task(CancelTaskRequest(id=task.id), call())
+    async with asyncio.timeout(20):
+        await pushing.wait()
+    await service.beats(runs, 4)
+    assert await runs.lease(task.id)
+    go_on.set()
+    await _nothing_left(service)
+    assert runs.pushes.states(task.id).count(CANCELED) == 1
+    await asyncio.wait({sending})
+
+
 @pytest.mark.parametrize('how', ['send', 'subscribe'])
 async def test_a_stream_ends_with_a_cancel_of_the_version_that_it_has_seen(
     service: Service, how: str

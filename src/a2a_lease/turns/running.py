@@ -498,14 +498,18 @@ class Turns:
             self.drop(turn, task_id)
 
     async def _stop_canceled(self, turn: Turn) -> None:
-        self.spawn(self._tell_canceled(turn))
+        # The lease goes last: if this replica dies before the push, recovery
+        # does it.
+        await asyncio.gather(self._tell_canceled(turn), self._stop_agent(turn))
+        await self._through_outages(turn, lambda: self._release(turn))
+
+    async def _stop_agent(self, turn: Turn) -> None:
         if self.cancel_agent is not None and not turn.ended.is_set():
             await self.cancel_agent(turn)
         if turn.agent is not None:
             turn.agent.cancel()
         await self._watch_stop(turn)
         await turn.ended.wait()
-        await self._through_outages(turn, lambda: self._release(turn))
 
     async def _tell_canceled(self, turn: Turn) -> None:
         """Pushes a cancel that came through another replica.
