@@ -726,6 +726,13 @@ MUTANTS = [
         CANCEL,
     ),
     Mutant(
+        'a client that polls keeps a dead turn alive',
+        'turns/task_store.py',
+        'if isinstance(hold, Turn)\n            else nullcontext()',
+        'if True\n            else nullcontext()',
+        RECOVERY,
+    ),
+    Mutant(
         'a stream misses a cancel that took the version of another save',
         'turns/following.py',
         'yield stored.task\n                return',

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from a2a.types.a2a_pb2 import (
+    GetTaskRequest,
     Task,
     TaskPushNotificationConfig,
     TaskStatus,
@@ -449,6 +450,15 @@ async def test_an_agent_that_cancels_itself_is_recovered(service: Service):
 
     replica = await service.replica(agent)
     task = await replica.handler.on_message_send(message(), call())
+
+    async def polled() -> bool:
+        # A client that asks all the time keeps no turn alive.
+        polled = await replica.handler.on_get_task(
+            GetTaskRequest(id=task.id), call()
+        )
+        return polled.status.state == FAILED
+
+    await until(polled)
     await _settled(service)
     stored = await replica.stored(task.id)
     assert stored.status.state == FAILED

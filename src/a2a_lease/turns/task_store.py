@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,12 @@ class LeasedTaskStore(VersionedTaskStore):
     ) -> StoredTask | None:
         """Reads a task; a turn's read outlasts outages."""
         hold = hold_of(context)
-        with self._turns.at_work(task_id):
+        with (
+            # Not a client's poll, which says nothing of the turn.
+            self._turns.at_work(task_id)
+            if isinstance(hold, Turn)
+            else nullcontext()
+        ):
             stored = await read_through_outages(
                 self.inner,
                 task_id,
