@@ -96,7 +96,8 @@ async def test_a_resumed_turn_that_dies_before_any_event_is_abandoned(
 
         async def running():
             lease = await cluster.leases.get('commanded', paused.id)
-            return lease.state is LeaseState.RUNNING
+            # Not still that of the turn before.
+            return lease.state is LeaseState.RUNNING and lease.token == 2
 
         await cluster.until(running)
         # It still reads as paused.
