@@ -102,6 +102,9 @@ def test_a_store_that_cannot_be_is_refused(tmp_path: Path):
         lambda: ReExecute(backoff=float('nan')),
         lambda: RunAgain(after=-1),
         lambda: RunAgain(after='5'),  # type: ignore[arg-type]
+        lambda: RunAgain(after=float('inf')),
+        lambda: ReExecute(reason='{attempts.none}'),
+        lambda: ReExecute(reason=None),  # type: ignore[arg-type]
         lambda: Fail(None),  # type: ignore[arg-type]
     ],
 )

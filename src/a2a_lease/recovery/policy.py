@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,7 +56,9 @@ class RunAgain:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
-        if not isinstance(self.after, int | float) or not self.after >= 0:
+        if not (
+            isinstance(self.after, int | float) and 0 <= self.after < math.inf
+        ):
             raise LeaseConfigurationError(
                 f'after must be 0 or more seconds, not {self.after!r}.'
             )
@@ -165,8 +168,8 @@ class ReExecute(RecoveryPolicy):
                 f'backoff must be 0 or more seconds, not {backoff!r}.'
             )
         try:
-            reason.format(attempts=max_attempts)
-        except (LookupError, ValueError) as error:
+            str.format(reason, attempts=max_attempts)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise LeaseConfigurationError(
                 f'reason may contain {{attempts}} and no other braces, not '
                 f'{reason!r}.'
@@ -180,7 +183,7 @@ class ReExecute(RecoveryPolicy):
         """Runs it again, or fails it after the last attempt."""
         del task
         if lease.attempt > self._max_attempts:
-            return Fail(self._reason.format(attempts=self._max_attempts))
+            return Fail(self._reason.format(attempts=lease.attempt - 1))
         doubled = max(0, lease.attempt - _SUSPECT_FROM)
         return RunAgain(
             after=(

@@ -66,7 +66,7 @@ _CONFLICTS = 5
 """How often another writer may be faster before that is an error."""
 _NOT_STORED = (
     'The server that worked on this task stopped before it was finished, and '
-    'the request was too large to be kept. Please start again.'
+    'its request was not kept, so that it cannot go on. Please start again.'
 )
 _STILL_RUNS = (
     'The server lost touch with the agent that works on this task and could '
