@@ -576,7 +576,7 @@ async def test_a_request_that_is_too_large_is_not_stored(
     assert 'request_limit' in caplog.text
     await stage.kill()
     task = await stage.until_state(FAILED)
-    assert 'too large' in task.status.message.parts[0].text
+    assert 'its request was not kept' in task.status.message.parts[0].text
     assert stage.began == [1]
     assert 'secret' not in caplog.text
     await sending

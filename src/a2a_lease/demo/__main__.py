@@ -132,14 +132,15 @@ async def _play(arguments: argparse.Namespace) -> int:
             f'Three replicas serve one agent, over one '
             f'{where[arguments.database]}.'
         )
-        await Story(
+        story = Story(
             replicas,
             webhook_url=webhook_url,
             webhook=webhook,
             report=report,
             patience=PATIENCE,
             goes_on=arguments.policy == 're-execute',
-        ).play()
+        )
+        await _until_played(asyncio.ensure_future(story.play()))
         right = report.conclude()
         if not right:
             report.console.print(
@@ -151,6 +152,16 @@ async def _play(arguments: argparse.Namespace) -> int:
             _explain(report, replicas[1].url, replicas[2].url)
             await asyncio.Event().wait()
     return 0 if right else 1
+
+
+async def _until_played(story: asyncio.Task[None]) -> None:
+    # An interrupt ends the demo whatever becomes of it within a stream that
+    # breaks at that moment: a client may answer it with another error.
+    try:
+        await asyncio.wait({story})
+    finally:
+        story.cancel()
+    story.result()
 
 
 def _explain(report: Report, *urls: str) -> None:
