@@ -156,7 +156,12 @@ async def test_a_save_out_of_a_pause_that_lands_after_recovery(
 
 
 async def test_a_drain_waits_for_a_save_under_way(service: Service):
-    old, slow = await _slow(service, _work, WORKING)
+    old, slow = await _slow(
+        service,
+        _work,
+        WORKING,
+        settings=dataclasses.replace(SETTINGS, stop_timeout=15),
+    )
     new = await service.replica(_work)
     sending = asyncio.ensure_future(
         old.handler.on_message_send(message(), call())
@@ -164,8 +169,9 @@ async def test_a_drain_waits_for_a_save_under_way(service: Service):
     await slow.entered.wait()
     [lease] = await service.leases.leases()
     draining = asyncio.ensure_future(old.handler.drain(timeout=0))
-    loop = asyncio.get_running_loop()
-    loop.call_later(SETTINGS.stop_timeout / 2, slow.go_on.set)
+    await asyncio.wait({draining}, timeout=0.5)
+    assert not draining.done()
+    slow.go_on.set()
     await draining
 
     async def failed():
