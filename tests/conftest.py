@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import gc
+import io
 from typing import TYPE_CHECKING
 
 import pytest
@@ -60,6 +63,20 @@ async def service(database: Database) -> AsyncIterator[Service]:
     async with service.stack:
         yield service
     await engine.dispose()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[None]:
+    outcome = yield
+    if call.excinfo is not None and 'pytest-timeout' in str(call.excinfo.value):
+        # Where the event loop stood still, which its own stack does not say.
+        stacks = io.StringIO()
+        for held in gc.get_objects():
+            if isinstance(held, asyncio.Task) and not held.done():
+                held.print_stack(file=stacks)
+        outcome.get_result().sections.append(('Tasks', stacks.getvalue()))
 
 
 def pytest_terminal_summary(

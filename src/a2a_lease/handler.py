@@ -807,6 +807,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             event_stream=self._events,
             context=context,
             look_every=_LOOK_EVERY,
+            is_awaited=lambda: self._turns.is_awaited(task_id),
         )
 
 

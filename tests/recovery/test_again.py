@@ -655,6 +655,29 @@ async def test_nothing_is_stored_if_nothing_runs_again(stage: Stage):
         sending.cancel()
 
 
+async def test_a_client_waits_for_a_task_that_is_yet_to_be_stored(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr('a2a_lease.handler._LOOK_EVERY', 0.02)
+
+    class Hesitates(RecoveryPolicy):
+        def decide(self, lease, task):
+            # The client looks for the task several times meanwhile.
+            return RunAgain(after=0.5)
+
+    async def script(desk: Desk, run: int) -> None:
+        if run == 1:
+            await _forever()
+        await desk.task()
+        await desk.status(COMPLETED)
+
+    await stage.open(script, policy=Hesitates())
+    sending = _spawn(stage)
+    await stage.until_began(1)
+    await stage.kill()
+    assert (await sending).status.state == COMPLETED
+
+
 # A policy for each task.
 
 

@@ -12,6 +12,7 @@ from a2a.types.a2a_pb2 import Task
 
 from a2a_lease.turns.marks import INTERRUPTED
 from a2a_lease.turns.outage import is_outage, pauses
+from a2a_lease.turns.stopping import letting_go
 
 
 if TYPE_CHECKING:
@@ -70,13 +71,16 @@ class LeasedEventStream(TaskEventStream):
                 async with aclosing(
                     self.inner.subscribe(task_id, after=after)
                 ) as events:
-                    async for event in events:
+                    while True:
+                        with letting_go():
+                            event = await anext(events)
                         tries = pauses()
                         after = event.version
                         if known and _is_flush(event):
                             continue
                         known = True
                         yield event
+            except StopAsyncIteration:
                 return
             except Exception as error:
                 if not is_outage(error):

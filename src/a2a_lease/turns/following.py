@@ -19,7 +19,7 @@ from a2a_lease.turns.stopping import stop
 
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from a2a.server.cluster import (
         StoredTask,
@@ -152,6 +152,7 @@ async def follow(
     event_stream: TaskEventStream,
     context: ServerCallContext,
     look_every: float,
+    is_awaited: Callable[[], Awaitable[bool]],
 ) -> AsyncGenerator[Event, None]:
     """Yields what happens to a task elsewhere, until its turn is over.
 
@@ -163,6 +164,7 @@ async def follow(
         context: The client's call context.
         look_every: Seconds between looks at the task itself, in case it
             ended without an event.
+        is_awaited: Whether it may still come to be, if it is not stored.
     """
 
     async def read() -> StoredTask | None:
@@ -180,9 +182,12 @@ async def follow(
                 versioned = await pump.next(until=look)
             except TimeoutError:
                 stored = await read()
-                if stored is None:
-                    return
-                if not is_terminal(stored.task):
+                if stored is None and not await is_awaited():
+                    # It may have come and be over in between.
+                    stored = await read()
+                    if stored is None:
+                        return
+                if stored is None or not is_terminal(stored.task):
                     continue
                 # Nothing said so, or this stream would have ended: on SQLite
                 # a cancel may have the version of the save before it.

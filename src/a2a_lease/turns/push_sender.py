@@ -11,6 +11,7 @@ from a2a.server.tasks import PushNotificationSender
 from a2a.types.a2a_pb2 import Task, TaskStatusUpdateEvent
 
 from a2a_lease.turns.marks import TERMINAL
+from a2a_lease.turns.stopping import letting_go
 
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class LeasedPushSender(PushNotificationSender):
             return
         self._sending[task_id] += 1
         try:
-            await self._inner.send_notification(task_id, event)
+            with letting_go():
+                await self._inner.send_notification(task_id, event)
         finally:
             self._sending[task_id] -= 1
             if not self._sending[task_id]:

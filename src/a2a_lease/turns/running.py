@@ -367,6 +367,20 @@ class Turns:
             self.service, turn.lease.task_id, token=turn.lease.token
         )
 
+    async def is_awaited(self, task_id: str) -> bool:
+        """Whether a task that is not stored may still come to be.
+
+        Its lease was taken before it was to be stored, and whoever recovers it
+        may take its time.
+        """
+        try:
+            lease = await self.store.get(self.service, task_id)
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            return True
+        return lease is not None and lease.session_id is not None
+
     async def _set(self, turn: Turn, state: LeaseState) -> None:
         lease = turn.lease
         if await self.store.move(

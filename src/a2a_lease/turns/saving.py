@@ -10,6 +10,7 @@ from a2a.server.cluster import ConcurrentTaskModificationError
 from google.protobuf.json_format import MessageToDict
 
 from a2a_lease.turns.outage import is_outage, pauses
+from a2a_lease.turns.stopping import letting_go
 
 
 if TYPE_CHECKING:
@@ -60,13 +61,14 @@ async def save_through_outages(
     for met, pause in enumerate(pauses(), start=1):
         await permit()
         try:
-            return await store.save(
-                task,
-                event=event,
-                prev=prev,
-                prev_version=prev_version,
-                context=context,
-            )
+            with letting_go():
+                return await store.save(
+                    task,
+                    event=event,
+                    prev=prev,
+                    prev_version=prev_version,
+                    context=context,
+                )
         except ConcurrentTaskModificationError:
             stored = await read_through_outages(
                 store, task.id, context, permit=permit, tries=tries
@@ -122,7 +124,8 @@ async def read_through_outages(
     """
     for met, pause in enumerate(pauses(), start=1):
         try:
-            return await store.get(task_id, context)
+            with letting_go():
+                return await store.get(task_id, context)
         except Exception as error:
             if not is_outage(error) or met == tries:
                 raise

@@ -1,16 +1,20 @@
-"""Ending an asyncio task for sure."""
+"""Ending asyncio tasks for sure, and what they hold with them."""
 
 from __future__ import annotations
 
 import asyncio
+import traceback
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
 
-_AGAIN = 0.25
+_AGAIN = 1.0
+"""Seconds. SQLAlchemy closes the connection of a canceled call in order if it
+is given the time."""
 
 
 async def stop(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -24,3 +28,21 @@ async def stop(tasks: Iterable[asyncio.Future[Any]]) -> None:
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=_AGAIN)
+
+
+@contextmanager
+def letting_go() -> Generator[None]:
+    """Frees what a canceled call of the database still holds.
+
+    Its traceback keeps its frames, and they its cursor. On SQLite an open
+    cursor keeps the file locked against all who write, until the garbage
+    collector comes by; closing the connection does not change that.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        raised: BaseException | None = error
+        while raised is not None:
+            traceback.clear_frames(raised.__traceback__)
+            raised = raised.__context__
+        raise

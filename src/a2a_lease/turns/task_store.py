@@ -23,6 +23,7 @@ from a2a_lease.turns.marks import (
     mark_of,
 )
 from a2a_lease.turns.saving import read_through_outages, save_through_outages
+from a2a_lease.turns.stopping import letting_go
 from a2a_lease.turns.turn import Turn
 
 
@@ -170,11 +171,13 @@ class LeasedTaskStore(VersionedTaskStore):
         self, params: ListTasksRequest, context: ServerCallContext
     ) -> ListTasksResponse:
         """Lists tasks as the wrapped store does."""
-        return await self.inner.list(params, context)
+        with letting_go():
+            return await self.inner.list(params, context)
 
     async def delete(self, task_id: str, context: ServerCallContext) -> None:
         """Deletes a task, and with it the token that its lease kept."""
-        await self.inner.delete(task_id, context)
+        with letting_go():
+            await self.inner.delete(task_id, context)
         await self._turns.forget(task_id)
 
 
