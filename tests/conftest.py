@@ -10,6 +10,7 @@ import pytest
 from a2a_lease import DatabaseLeaseStore
 from support.databases import Database, PrivateMariaDB, Servers, make_database
 from support.inprocess import Service
+from support.stage import Stage
 
 
 if TYPE_CHECKING:
@@ -62,7 +63,13 @@ async def service(database: Database) -> AsyncIterator[Service]:
     await service.leases.initialize()
     async with service.stack:
         yield service
+        await service.let_clients_go()
     await engine.dispose()
+
+
+@pytest.fixture
+def stage(service: Service) -> Stage:
+    return Stage(service)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -50,10 +50,10 @@ from a2a_lease.turns.call_context import saved_outcome, with_hold
 from a2a_lease.turns.codec import ContextCodec, survives
 from a2a_lease.turns.event_stream import LeasedEventStream
 from a2a_lease.turns.executor import LeasedExecutor
-from a2a_lease.turns.following import ends_stream, follow, until_lost
+from a2a_lease.turns.following import LocalStream, ends_stream, follow
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import is_terminal, lease_settled
-from a2a_lease.turns.outage import pauses
+from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.push_sender import LeasedPushSender, outcome_event
 from a2a_lease.turns.running import Turns
 from a2a_lease.turns.stopping import stop
@@ -61,7 +61,12 @@ from a2a_lease.turns.task_store import LeasedTaskStore
 
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        Awaitable,
+        Callable,
+        Sequence,
+    )
     from types import TracebackType
 
     from a2a.server.agent_execution import AgentExecutor, RequestContextBuilder
@@ -360,7 +365,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         left = list(self._turns)
         for turn in left:
             turn.lose(Loss.HANDED_OVER)
-        await self._turns.wait_until_empty(timeout=stop_timeout)
+        await self._hand_over_as_they_stop(left, timeout=stop_timeout)
         undecided: dict[str, int] = {}
         if self._recovery is not None:
             undecided = await self._recovery.stop(timeout=stop_timeout)
@@ -399,6 +404,37 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 turn.lease.task_id,
                 extra={'task_id': turn.lease.task_id},
             )
+
+    async def _hand_over_as_they_stop(
+        self, left: list[Turn], *, timeout: float
+    ) -> None:
+        """Waits for agents that were cancelled; none waits for the slowest."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        handed: set[Turn] = set()
+        while (remaining := until - loop.time()) > 0:
+            if await self._turns.wait_until_empty(
+                timeout=min(self.settings.sweep_interval, remaining)
+            ):
+                return
+            here = set(self._turns)
+            stopped = {
+                turn
+                for turn in left
+                if turn not in here
+                and turn not in handed
+                and turn.loss is Loss.HANDED_OVER
+                and not self._turns.is_saving(turn)
+            }
+            try:
+                await self._replica.hand_over(
+                    {t.lease.task_id: t.lease.token for t in stopped}
+                )
+            except Exception as error:
+                if not is_outage(error):
+                    raise
+            else:
+                handed |= stopped
 
     async def aclose(self) -> None:
         """Drains, and closes what the SDK keeps for its tasks.
@@ -460,25 +496,48 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
     ) -> Message | Task:
         """Runs a turn and returns what it came to."""
         turn = await self._admit(context)
-        turn.params = params = await self._with_context_id(params, context)
+        params = await self._with_context_id(params, context)
+        while True:
+            turn.params = params
+            result = await self._send(turn, params, context)
+            if result is not None:
+                return result
+            turn = self._turns.renewed(turn)
+
+    async def _send(
+        self,
+        turn: Turn,
+        params: SendMessageRequest,
+        context: ServerCallContext,
+    ) -> Message | Task | None:
+        """Runs a turn and returns what it came to, or None if it must wait."""
         call = asyncio.ensure_future(
             super().on_message_send(params, with_hold(context, turn))
         )
         lost = asyncio.ensure_future(turn.lost.wait())
         at_once = params.configuration.return_immediately
+        result: Message | Task | None = None
         try:
             await asyncio.wait(
                 {call, lost}, return_when=asyncio.FIRST_COMPLETED
             )
-            if turn.refusal is None and turn.loss is None:
+            if (
+                not turn.sent_back
+                and turn.refusal is None
+                and (turn.loss is None)
+            ):
                 result = call.result()
                 if at_once or ends_stream(result):
                     return result
         finally:
+            if call.done():
+                self._turns.unreserve(turn)
             lost.cancel()
             await stop({call})
             if not call.cancelled():
                 call.exception()
+        if turn.sent_back:
+            return None
         if turn.refusal is not None:
             raise turn.refusal
         if turn.loss is None:
@@ -519,20 +578,40 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
     ) -> AsyncGenerator[Event, None]:
         """Runs a turn and yields its events, whoever runs it in the end."""
         turn = await self._admit(context)
-        turn.params = params = await self._with_context_id(params, context)
+        params = await self._with_context_id(params, context)
+        while True:
+            turn.params = params
+            async with aclosing(self._stream(turn, params, context)) as events:
+                async for event in events:
+                    yield event
+            if not turn.sent_back:
+                return
+            turn = self._turns.renewed(turn)
+
+    async def _stream(
+        self,
+        turn: Turn,
+        params: SendMessageRequest,
+        context: ServerCallContext,
+    ) -> AsyncGenerator[Event, None]:
+        """Yields the events of a turn; none if it must wait."""
         ended = False
-        async with aclosing(
-            until_lost(
-                super().on_message_send_stream(
-                    params, with_hold(context, turn)
-                ),
-                turn,
-                turn.lost,
-            )
-        ) as events:
-            async for event in events:
-                ended = ends_stream(event)
-                yield event
+        local = LocalStream(
+            super().on_message_send_stream(params, with_hold(context, turn)),
+            turn,
+            turn.lost,
+        )
+        try:
+            async with aclosing(local.events()) as events:
+                async for event in events:
+                    ended = ends_stream(event)
+                    yield event
+        except Exception:
+            self._turns.unreserve(turn)
+            raise
+        self._turns.unreserve(turn)
+        if turn.sent_back:
+            return
         if turn.refusal is not None:
             raise turn.refusal
         if ended:
@@ -546,9 +625,17 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             if task is not None and is_terminal(task):
                 yield outcome_event(task)
             return
-        async with aclosing(self._follow_turn(turn, context)) as events:
+        async with aclosing(
+            self._follow_turn(
+                turn, context, after=local.seen or turn.shown.begun
+            )
+        ) as events:
             async for event in events:
-                yield event
+                yield (
+                    apply_history_length(event, params.configuration)
+                    if isinstance(event, Task)
+                    else event
+                )
 
     @validate_request_params
     async def on_subscribe_to_task(
@@ -561,27 +648,24 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             )
         await self._start_late()
         task_id = params.id
-        local = self._turns.of(task_id)
+        turn = self._turns.of(task_id)
         after: TaskVersion | None = None
-        if local is not None and local.loss is None:
+        if turn is not None and turn.loss is None:
             lost = self._turns.watch(task_id)
             ended = False
+            local = LocalStream(
+                super().on_subscribe_to_task(params, context), turn, lost
+            )
             try:
-                async with aclosing(
-                    until_lost(
-                        super().on_subscribe_to_task(params, context),
-                        local,
-                        lost,
-                    )
-                ) as events:
+                async with aclosing(local.events()) as events:
                     async for event in events:
                         ended = ends_stream(event)
                         yield event
             finally:
                 self._turns.unwatch(task_id, lost)
-            if ended or local.loss in (None, Loss.HANDED_OVER):
+            if ended or turn.loss in (None, Loss.HANDED_OVER):
                 return
-            after = local.seen_version
+            after = local.seen
         stored = await self._tasks.get(task_id, context)
         if stored is None:
             raise TaskNotFoundError
@@ -780,7 +864,13 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                     f'on task {task_id}. Ask for the task again; another '
                     f'replica takes over.'
                 )
-            async with aclosing(self._follow_turn(turn, context)) as events:
+            async with aclosing(
+                self._follow_turn(
+                    turn,
+                    context,
+                    after=turn.shown.version,
+                )
+            ) as events:
                 async for _ in events:
                     pass
         final = await self._stored(turn, params, context)
@@ -789,16 +879,23 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         return final
 
     def _follow_turn(
-        self, turn: Turn, context: ServerCallContext
+        self, turn: Turn, context: ServerCallContext, *, after: TaskVersion
     ) -> AsyncGenerator[Event, None]:
+        task_id = turn.lease.task_id
         return self._follow(
-            turn.lease.task_id,
-            turn.seen_version or TaskVersion.MISSING,
+            task_id,
+            after,
             context,
+            goes_on=lambda: self._turns.goes_on(task_id),
         )
 
     def _follow(
-        self, task_id: str, after: TaskVersion, context: ServerCallContext
+        self,
+        task_id: str,
+        after: TaskVersion,
+        context: ServerCallContext,
+        *,
+        goes_on: Callable[[], Awaitable[bool]] | None = None,
     ) -> AsyncGenerator[Event, None]:
         return follow(
             task_id,
@@ -807,7 +904,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             event_stream=self._events,
             context=context,
             look_every=_LOOK_EVERY,
-            is_awaited=lambda: self._turns.is_awaited(task_id),
+            goes_on=goes_on,
         )
 
 

@@ -28,6 +28,7 @@ LATE = ('tests/turns/test_late_saves.py',)
 ADMISSION = ('tests/turns/test_admission.py',)
 OUTAGES = ('tests/turns/test_outages.py',)
 CANCEL = ('tests/turns/test_cancel.py',)
+CROSSING = ('tests/recovery/test_crossing.py',)
 AGAIN = ('tests/recovery/test_again.py',)
 
 MUTANTS = [
@@ -146,10 +147,13 @@ MUTANTS = [
     Mutant(
         'the streams of a fenced replica end without an outcome',
         'handler.py',
-        'async with aclosing(self._follow_turn(turn, context)) as events:\n'
-        '            async for event in events:\n'
-        '                yield event',
-        'return',
+        'async with aclosing(\n'
+        '            self._follow_turn(\n'
+        '                turn, context, after=local.seen',
+        'return\n'
+        '        async with aclosing(\n'
+        '            self._follow_turn(\n'
+        '                turn, context, after=local.seen',
         FENCING,
     ),
     Mutant(
@@ -543,7 +547,7 @@ MUTANTS = [
     Mutant(
         'a request of any size is stored',
         'turns/admission.py',
-        'if len(record) <= self._settings.request_limit:',
+        'if record.size <= self._settings.request_limit:',
         'if True:',
         AGAIN,
     ),
@@ -570,7 +574,7 @@ MUTANTS = [
     Mutant(
         'a task event is repeated',
         'turns/event_queue.py',
-        '        return _changes(event)',
+        'return _changes(event, known or Task(), record.message)',
         '        return [event]',
         AGAIN,
     ),
@@ -640,8 +644,8 @@ MUTANTS = [
     Mutant(
         'a stream ends with the error of the lost turn',
         'turns/following.py',
-        'if turn.loss is None:\n                    raise',
-        'if True:\n                    raise',
+        'if self._turn.loss is None and not self._lost.is_set():',
+        'if True:',
         ('tests/turns/test_following.py',),
     ),
     Mutant(
@@ -735,8 +739,8 @@ MUTANTS = [
     Mutant(
         'a stream misses a cancel that took the version of another save',
         'turns/following.py',
-        'yield stored.task\n                return',
-        'return',
+        'if stored is not None and is_terminal(stored.task):',
+        'if False:',
         CANCEL,
     ),
     Mutant(
@@ -806,5 +810,131 @@ MUTANTS = [
         'or (may_be_acquired and stored.state is not LeaseState.IDLE)',
         '',
         HOLD,
+    ),
+    Mutant(
+        'a message takes the place of a turn that is to run again',
+        'turns/admission.py',
+        'return may_be_acquired and not runs_again',
+        'return may_be_acquired',
+        CROSSING,
+        only='sqlite and takes_not_the_place',
+    ),
+    Mutant(
+        'a message that lost a race waits before the re-run',
+        'turns/executor.py',
+        '            turn.send_back()\n',
+        '            await asyncio.sleep(60)\n',
+        CROSSING,
+        only='sqlite and lost_a_race',
+    ),
+    Mutant(
+        'two messages pass at once for one task',
+        'turns/running.py',
+        'elif self._is_reserved(task_id):',
+        'elif False:',
+        CROSSING,
+        only='sqlite and behind_another',
+    ),
+    Mutant(
+        'a stream goes on after what was saved but not shown',
+        'turns/turn.py',
+        '        self.saved = True\n\n    @property\n    def settled(self)',
+        '        self.saved = True\n        self.shown.version = version\n\n'
+        '    @property\n    def settled(self)',
+        CROSSING,
+        only='sqlite and stuck',
+    ),
+    Mutant(
+        'a stream goes on after what a zombie read',
+        'turns/task_store.py',
+        '            hold.read(stored.version, terminal=terminal)\n',
+        '            hold.read(stored.version, terminal=terminal)\n'
+        '            if isinstance(hold, Turn):\n'
+        '                hold.shown.add(task_id, stored.version)\n',
+        CROSSING,
+        only='sqlite and zombie_reads',
+    ),
+    Mutant(
+        'a stream waits for a turn that ended without a word',
+        'turns/following.py',
+        '        if await self._goes_on():\n            return False',
+        '        if True:\n            return False',
+        CROSSING,
+        only='sqlite and without_an_event',
+    ),
+    Mutant(
+        'a client of a task that is yet to be stored is told that it is gone',
+        'turns/following.py',
+        '        if await self._goes_on():\n            return False',
+        '        if await self._goes_on() and stored is not None:\n'
+        '            return False',
+        AGAIN,
+        only='sqlite and yet_to_be',
+    ),
+    Mutant(
+        'a run that never begins is tried for ever',
+        'recovery/recovery.py',
+        '                await self._count_as_run(claim, turn, error)\n'
+        '                return 0.0',
+        '                raise',
+        CROSSING,
+        only='sqlite and never_begins',
+    ),
+    Mutant(
+        'a webhook holds up the turn that runs again',
+        'recovery/recovery.py',
+        "        self._log(claim, 'It runs again', warn=True)\n",
+        "        self._log(claim, 'It runs again', warn=True)\n"
+        '        await pushing\n',
+        CROSSING,
+        only='sqlite and webhook_does_not',
+    ),
+    Mutant(
+        'webhooks are told out of order',
+        'turns/push_sender.py',
+        'async with self._order.setdefault(task_id, asyncio.Lock()):',
+        'async with asyncio.Lock():',
+        CROSSING,
+        only='sqlite and webhook_does_not',
+    ),
+    Mutant(
+        'a hand-over waits for the slowest agent',
+        'handler.py',
+        '{t.lease.task_id: t.lease.token for t in stopped}',
+        '{t.lease.task_id: t.lease.token for t in stopped if False}',
+        CROSSING,
+        only='sqlite and stubborn_neighbour',
+    ),
+    Mutant(
+        'what is about to run again is not handed over',
+        'recovery/recovery.py',
+        '            await asyncio.wait(left, timeout=timeout)\n        return',
+        '            pass\n        return',
+        CROSSING,
+        only='sqlite and about_to_run',
+    ),
+    Mutant(
+        'a delayed turn takes no place',
+        'recovery/recovery.py',
+        'self._room.left - self._pending',
+        'self._room.left',
+        CROSSING,
+        only='sqlite and delayed',
+    ),
+    Mutant(
+        'checkpoints overtake each other',
+        'turns/turn.py',
+        '        async with self._checkpointing:\n',
+        '        async with asyncio.Lock():\n',
+        CROSSING,
+        only='last_checkpoint',
+    ),
+    Mutant(
+        'a canceled read keeps an SQLite file locked',
+        'turns/stopping.py',
+        'traceback.clear_frames(raised.__traceback__)',
+        'pass',
+        ('tests/turns/test_stopping.py',),
+        only='',
     ),
 ]

@@ -44,141 +44,19 @@ from support.inprocess import (
     COMPLETED,
     FAILED,
     INPUT_REQUIRED,
-    SETTINGS,
     SUBMITTED,
     WORKING,
     Desk,
-    ScriptedAgent,
     call,
     message,
     stubbornly,
     until,
 )
+from support.stage import AT_ONCE, Stage, forever, spawn, texts
 
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from support.inprocess import InProcessReplica, Service
-
-
-AT_ONCE = dataclasses.replace(SETTINGS, drain_timeout=0)
-
-
-class Stage:
-    """Two replicas of one agent; the first can be declared dead."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.began: list[int] = []
-        self.stopped: list[int] = []
-        self.task_ids: list[str] = []
-        self.contexts: list[Any] = []
-
-    async def open(
-        self,
-        script: Callable[[Desk, int], Awaitable[None]],
-        *,
-        policy: RecoveryPolicy | None = None,
-        size: int = 2,
-        **options: Any,
-    ) -> Stage:
-        async def run(desk: Desk) -> None:
-            lease = current_lease()
-            self.began.append(lease.attempt)
-            self.task_ids.append(desk.task_id)
-            self.contexts.append(_copied(desk.context.current_task))
-            try:
-                await script(desk, len(self.began))
-            except asyncio.CancelledError:
-                self.stopped.append(lease.attempt)
-                raise
-
-        options.setdefault('settings', AT_ONCE)
-        self.replicas = [
-            await self.service.replica(
-                ScriptedAgent(run),
-                recovery=policy or ReExecute(),
-                **options,
-            )
-            for _ in range(size)
-        ]
-        return self
-
-    def __getitem__(self, number: int) -> InProcessReplica:
-        return self.replicas[number]
-
-    async def until_began(self, number: int) -> None:
-        async def began():
-            return len(self.began) >= number
-
-        await until(began)
-
-    async def until_produced(self, number: int) -> None:
-        async def produced():
-            task = self.task_ids and await self[-1].stored(self.task_ids[0])
-            return bool(task) and len(_texts(task)) >= number
-
-        await until(produced)
-
-    async def kill(self, number: int = 0) -> None:
-        """Declares a replica dead; it learns of it as one that wakes up."""
-        session = self.replicas[number].handler._replica.session
-        leases = self.service.leases
-
-        async def fenced() -> bool:
-            beats = {s.id: s.beat for s in await leases.sessions()}
-            return await leases.fence(session.id, beat=beats[session.id])
-
-        await until(fenced)
-
-    async def close(self, number: int = 0, *, timeout: float = 0) -> None:
-        await self.replicas[number].handler.drain(timeout=timeout)
-
-    async def until_state(self, state: int) -> Task:
-        async def reached():
-            if not self.task_ids:
-                return None
-            task = await self.replicas[-1].stored(self.task_ids[0])
-            return task if task and task.status.state == state else None
-
-        return await until(reached)
-
-    async def until_free(self) -> None:
-        async def free():
-            return all(
-                lease.session_id is None
-                for lease in await self.service.leases.leases()
-            )
-
-        await until(free)
-
-
-def _copied(task: Task | None) -> Task | None:
-    if task is None:
-        return None
-    copy = Task()
-    copy.CopyFrom(task)
-    return copy
-
-
-@pytest.fixture
-def stage(service: Service) -> Stage:
-    return Stage(service)
-
-
-async def _forever() -> None:
-    await asyncio.Event().wait()
-
-
-def _texts(task: Task) -> list[str]:
-    return [part.text for a in task.artifacts for part in a.parts]
-
-
-def _spawn(stage: Stage, request=None, number: int = 0) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(
-        stage[number].handler.on_message_send(request or message(), call())
-    )
+    from support.inprocess import Service
 
 
 # The same turn.
@@ -189,24 +67,24 @@ async def test_a_new_task_runs_again(stage: Stage, moment: str):
     async def script(desk: Desk, run: int) -> None:
         if run == 1 and moment == 'before':
             stage.task_ids.append(desk.task_id)
-            await _forever()
+            await forever()
         await desk.task()
         if run == 1 and moment == 'created':
-            await _forever()
+            await forever()
         await desk.status(WORKING)
         if run == 1 and moment == 'working':
-            await _forever()
+            await forever()
         kept = current_lease().stored_task
         if kept is not None and kept.artifacts:
             await desk.artifact('two', append=True)
         else:
             await desk.artifact('one')
             if run == 1:
-                await _forever()
+                await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     if moment == 'before':
         await until(lambda: _is(stage.task_ids))
     elif moment == 'produced':
@@ -216,10 +94,11 @@ async def test_a_new_task_runs_again(stage: Stage, moment: str):
     await stage.kill()
     task = await stage.until_state(COMPLETED)
     assert stage.began == [1, 2]
-    assert stage.stopped == [1]
+    # One that was declared dead learns of it with its next beat.
+    await until(lambda: _is(stage.stopped == [1]))
     # An agent that asks whether its task is new takes the same branch.
     assert stage.contexts == [None, None]
-    assert _texts(task) == (['one', 'two'] if moment == 'produced' else ['one'])
+    assert texts(task) == (['one', 'two'] if moment == 'produced' else ['one'])
     assert len(task.history) == 1
     assert task.metadata['a2a_lease']['attempt'] == 2
     # Whoever waits at the replica that lost it gets the outcome.
@@ -246,19 +125,19 @@ async def test_a_resumed_turn_runs_again(
             return
         assert desk.context.current_task.status.state == paused
         if run == 2 and moment == 'before':
-            await _forever()
+            await forever()
         await desk.artifact(desk.context.get_user_input())
         if run == 2 and moment == 'flushed':
-            await _forever()
+            await forever()
         await desk.status(WORKING)
         if run == 2 and moment == 'working':
-            await _forever()
+            await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script)
     asked = await stage[0].handler.on_message_send(message('hello'), call())
     assert asked.status.state == paused
-    answering = _spawn(stage, message('the answer', task=asked))
+    answering = spawn(stage, message('the answer', task=asked))
     if moment == 'before':
         await stage.until_began(2)
     elif moment == 'flushed':
@@ -272,7 +151,7 @@ async def test_a_resumed_turn_runs_again(
     assert second.status == first.status
     assert second.status.message.parts[0].text == 'which?'
     assert list(second.history) == list(first.history)
-    assert _texts(task) == ['the answer']
+    assert texts(task) == ['the answer']
     said = [m.parts[0].text for m in task.history]
     assert said == ['hello', 'which?', 'the answer']
     assert (await answering).status.state == COMPLETED
@@ -315,7 +194,7 @@ async def test_the_request_is_the_same(stage: Stage):
         await desk.task()
         await desk.status(WORKING)
         if run == 1:
-            await _forever()
+            await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script)
@@ -363,11 +242,11 @@ async def test_a_message_completes_a_task_that_was_to_be_new(stage: Stage):
     async def script(desk: Desk, run: int) -> None:
         if run == 1:
             stage.task_ids.append(desk.task_id)
-            await _forever()
+            await forever()
         await desk.reply('plainly')
 
     await stage.open(script)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await until(lambda: _is(stage.task_ids))
     await stage.kill()
     task = await stage.until_state(COMPLETED)
@@ -382,7 +261,7 @@ async def test_a_message_leaves_a_paused_task_paused(stage: Stage):
             await desk.task()
             await _ask(desk)
         elif run == 2:
-            await _forever()
+            await forever()
         elif run == 3:
             await desk.reply('plainly')
         else:
@@ -390,7 +269,7 @@ async def test_a_message_leaves_a_paused_task_paused(stage: Stage):
 
     await stage.open(script)
     asked = await stage[0].handler.on_message_send(message(), call())
-    answering = _spawn(stage, message('answer', task=asked))
+    answering = spawn(stage, message('answer', task=asked))
     await stage.until_began(2)
     await stage.kill()
     await answering
@@ -407,7 +286,7 @@ async def test_a_task_event_is_not_repeated_but_what_it_brings_is_kept(
     async def script(desk: Desk, run: int) -> None:
         if run == 1:
             await desk.task()
-            await _forever()
+            await forever()
         await desk.queue.enqueue_event(
             Task(
                 id=desk.task_id,
@@ -419,11 +298,11 @@ async def test_a_task_event_is_not_repeated_but_what_it_brings_is_kept(
         )
 
     await stage.open(script)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(SUBMITTED)
     await stage.kill()
     task = await stage.until_state(COMPLETED)
-    assert _texts(task) == ['whole']
+    assert texts(task) == ['whole']
     assert task.metadata['kept']
     assert len(task.history) == 1
     await sending
@@ -437,10 +316,10 @@ async def test_an_agent_that_says_nothing_leaves_its_task_idle(stage: Stage):
     async def script(desk: Desk, run: int) -> None:
         if run == 1:
             await desk.task()
-            await _forever()
+            await forever()
 
     await stage.open(script)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(SUBMITTED)
     await stage.kill()
 
@@ -462,10 +341,10 @@ async def test_the_budget_is_kept_exactly(stage: Stage, budget: int):
         if desk.context.current_task is None:
             await desk.task()
         await desk.status(WORKING)
-        await _forever()
+        await forever()
 
     await stage.open(script, policy=ReExecute(budget, backoff=0), size=1)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     for run in range(1, budget + 1):
         await stage.until_began(run)
         await stage.until_state(WORKING)
@@ -483,25 +362,25 @@ async def test_a_hand_over_costs_no_attempt(stage: Stage):
             await desk.task()
         await desk.status(WORKING)
         if run < 4:
-            await _forever()
+            await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script, policy=ReExecute(2), size=4)
-    with contextlib.suppress(Exception):
-        sending = _spawn(stage)
-        for run in range(1, 4):
-            await stage.until_began(run)
-            await stage.until_state(WORKING)
-            [lease] = await stage.service.leases.leases()
-            number = next(
-                n
-                for n, replica in enumerate(stage.replicas)
-                if replica.handler._replica.session.id == lease.session_id
-            )
-            assert len(stage.stopped) == run - 1
-            await stage.close(number)
-            del stage.replicas[number]
-        await sending
+    sending = spawn(stage)
+    for run in range(1, 4):
+        await stage.until_began(run)
+        await stage.until_state(WORKING)
+        [lease] = await stage.service.leases.leases()
+        number = next(
+            n
+            for n, replica in enumerate(stage.replicas)
+            if replica.handler._replica.session.id == lease.session_id
+        )
+        await stage.close(number)
+        assert len(stage.stopped) == run
+        del stage.replicas[number]
+    await asyncio.wait({sending})
+    sending.exception()
     await stage.until_state(COMPLETED)
     assert stage.began == [1, 1, 1, 1]
 
@@ -518,7 +397,7 @@ async def test_what_waits_to_run_again_is_left_to_others_at_a_shutdown(
         if desk.context.message.parts[0].text == 'busy':
             await busy.wait()
         elif run == 1:
-            await _forever()
+            await forever()
         await desk.status(COMPLETED)
 
     class Later(RecoveryPolicy):
@@ -527,7 +406,7 @@ async def test_what_waits_to_run_again_is_left_to_others_at_a_shutdown(
 
     await stage.open(script, policy=Later(), size=1)
     other = await Stage(stage.service).open(script, policy=Later(), size=1)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     # Either of them may claim it, and waits then.
     await stage.kill()
@@ -542,7 +421,7 @@ async def test_what_waits_to_run_again_is_left_to_others_at_a_shutdown(
     [waiting] = await until(waits)
     this, other_one = (other, stage) if waiting is other[0] else (stage, other)
     ran = len(this.began)
-    going_on = _spawn(this, message('busy'))
+    going_on = spawn(this, message('busy'))
     await this.until_began(ran + 1)
     draining = asyncio.ensure_future(waiting.handler.drain(timeout=60))
     # It was given back in good order, and does not wait again.
@@ -561,12 +440,12 @@ async def test_a_request_that_is_too_large_is_not_stored(
     async def script(desk: Desk, run: int) -> None:
         await desk.task()
         await desk.status(WORKING)
-        await _forever()
+        await forever()
 
     await stage.open(
         script, settings=dataclasses.replace(AT_ONCE, request_limit=5_000)
     )
-    sending = _spawn(stage, message('secret ' * 1000))
+    sending = spawn(stage, message('secret ' * 1000))
     await stage.until_state(WORKING)
     [lease] = await stage.service.leases.leases()
     kept = await stage.service.leases.stored_turn(
@@ -592,7 +471,7 @@ async def test_what_is_stored_has_no_credentials_and_goes_with_the_lease(
         await desk.task()
         await desk.status(WORKING)
         if run == 1:
-            await _forever()
+            await forever()
         await go_on.wait()
         await _ask(desk)
 
@@ -603,7 +482,7 @@ async def test_what_is_stored_has_no_credentials_and_goes_with_the_lease(
             id='x', url='http://hook.test/', token='push-token'
         )
     )
-    sending = _spawn(stage, request)
+    sending = spawn(stage, request)
     await stage.until_state(WORKING)
     [lease] = await stage.service.leases.leases()
     kept = await stage.service.leases.stored_turn(
@@ -641,11 +520,11 @@ async def test_nothing_is_stored_if_nothing_runs_again(stage: Stage):
     async def script(desk: Desk, run: int) -> None:
         await desk.task()
         await desk.status(WORKING)
-        await _forever()
+        await forever()
 
     for policy in (FailAbandoned(), ReExecute(1)):
         fresh = await Stage(stage.service).open(script, policy=policy, size=1)
-        sending = _spawn(fresh)
+        sending = spawn(fresh)
         await fresh.until_state(WORKING)
         lease = await fresh[0].lease(fresh.task_ids[0])
         kept = await stage.service.leases.stored_turn(
@@ -667,12 +546,12 @@ async def test_a_client_waits_for_a_task_that_is_yet_to_be_stored(
 
     async def script(desk: Desk, run: int) -> None:
         if run == 1:
-            await _forever()
+            await forever()
         await desk.task()
         await desk.status(COMPLETED)
 
     await stage.open(script, policy=Hesitates())
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_began(1)
     await stage.kill()
     assert (await sending).status.state == COMPLETED
@@ -694,11 +573,11 @@ async def test_a_policy_decides_for_each_task(stage: Stage):
         await desk.task()
         await desk.status(WORKING)
         if current_lease().attempt == 1:
-            await _forever()
+            await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script, policy=ByMode())
-    sendings = [_spawn(stage, message(m)) for m in ('again', 'leave', 'fail')]
+    sendings = [spawn(stage, message(m)) for m in ('again', 'leave', 'fail')]
 
     async def all_work():
         states = [await stage[1].state(i) for i in stage.task_ids]
@@ -735,17 +614,17 @@ async def test_a_checkpoint_is_there_on_the_next_attempt(stage: Stage):
             await desk.artifact(str(number), append=number > 0)
             await lease.save_checkpoint({'done': number + 1, 'ü': [None]})
             if run < 3 and number == run:
-                await _forever()
+                await forever()
         assert lease.checkpoint['done'] == 4
         await desk.status(COMPLETED)
 
     await stage.open(script, policy=ReExecute(5, backoff=0), size=1)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     for run in (1, 2):
         await stage.until_produced(run + 1)
         await stage.kill()
     task = await stage.until_state(COMPLETED)
-    assert ''.join(_texts(task)) == '0123'
+    assert ''.join(texts(task)) == '0123'
     assert seen == [
         None,
         {'done': 2, 'ü': [None]},
@@ -784,7 +663,7 @@ async def test_a_zombie_saves_no_checkpoint(stage: Stage):
         await lease.save_checkpoint(run)
         await desk.status(WORKING)
         if run > 1:
-            await _forever()
+            await forever()
         while not errors:
             with contextlib.suppress(asyncio.CancelledError):
                 await fenced.wait()
@@ -796,7 +675,7 @@ async def test_a_zombie_saves_no_checkpoint(stage: Stage):
                     await asyncio.sleep(0.02)
 
     await stage.open(script)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     await stage.kill()
     fenced.set()
@@ -836,7 +715,7 @@ async def test_a_zombie_that_ignores_its_cancellation_lands_nothing(
         await desk.status(COMPLETED)
 
     await stage.open(script)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     await stage.kill()
 
@@ -847,7 +726,7 @@ async def test_a_zombie_that_ignores_its_cancellation_lands_nothing(
     await until(took_over)
     killed.set()
     task = await stage.until_state(COMPLETED)
-    assert ''.join(_texts(task)) == '0123456789'
+    assert ''.join(texts(task)) == '0123456789'
     end.set()
     assert (await sending).status.state == COMPLETED
 
@@ -857,10 +736,10 @@ async def test_a_turn_that_runs_again_can_be_canceled(stage: Stage, how: str):
     async def script(desk: Desk, run: int) -> None:
         await desk.task()
         await desk.status(WORKING)
-        await _forever()
+        await forever()
 
     await stage.open(script, size=3)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     await stage.kill()
     await stage.until_began(2)
@@ -884,7 +763,7 @@ async def test_a_cancel_while_it_waits_to_run_again_is_for_good(stage: Stage):
     async def script(desk: Desk, run: int) -> None:
         await desk.task()
         await desk.status(WORKING)
-        await _forever()
+        await forever()
 
     class Soon(RecoveryPolicy):
         def decide(self, lease, task):
@@ -893,7 +772,7 @@ async def test_a_cancel_while_it_waits_to_run_again_is_for_good(stage: Stage):
 
     decided = asyncio.Event()
     await stage.open(script, policy=Soon())
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     await stage.kill()
     await decided.wait()
@@ -922,14 +801,14 @@ async def test_saves_of_a_turn_that_runs_again_ask_nothing(stage: Stage):
         await desk.task()
         await desk.status(WORKING)
         if run == 1:
-            await _forever()
+            await forever()
         before.append(len(looks))
         for number in range(5):
             await desk.artifact(str(number), append=number > 0)
         await desk.status(COMPLETED)
 
     await stage.open(script)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     await stage.kill()
     await stage.until_state(COMPLETED)
@@ -955,7 +834,7 @@ async def test_a_zombie_does_not_run_its_own_task_again_beside_itself(
         await desk.status(COMPLETED)
 
     await stage.open(script, size=1)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     await stage.kill()
     leases = stage.service.leases
@@ -990,7 +869,7 @@ async def test_a_client_gets_the_rest_on_the_same_stream(
             await desk.artifact(str(number), append=number > 0)
             await lease.save_checkpoint(number + 1)
             if run == 1 and number == 3:
-                await _forever()
+                await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script, size=3)
@@ -1005,7 +884,7 @@ async def test_a_client_gets_the_rest_on_the_same_stream(
             listen(stage[0].handler.on_message_send_stream(message(), call()))
         )
     else:
-        sending = _spawn(stage)
+        sending = spawn(stage)
         await stage.until_state(WORKING)
         number = 0 if kind == 'subscribe' else 1
         listening = asyncio.ensure_future(
@@ -1024,7 +903,7 @@ async def test_a_client_gets_the_rest_on_the_same_stream(
     told: list[str] = []
     for event in events:
         if isinstance(event, Task):
-            told = _texts(event)
+            told = texts(event)
         elif isinstance(event, TaskArtifactUpdateEvent):
             told += [part.text for part in event.artifact.parts]
     assert ''.join(told) == '01234567'
@@ -1048,7 +927,7 @@ async def test_what_was_saved_but_not_published_is_not_missing(stage: Stage):
             await desk.status(WORKING)
             await desk.artifact('one')
             await desk.artifact('two', append=True)
-            await _forever()
+            await forever()
         assert lease.stored_task is not None
         await desk.artifact('three', append=True)
         await desk.status(COMPLETED)
@@ -1067,7 +946,7 @@ async def test_what_was_saved_but_not_published_is_not_missing(stage: Stage):
         return stream
 
     await stage.open(script, wrap_events=wrap)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     events = []
 
@@ -1084,7 +963,7 @@ async def test_what_was_saved_but_not_published_is_not_missing(stage: Stage):
     told: list[str] = []
     for event in events:
         if isinstance(event, Task):
-            told = _texts(event)
+            told = texts(event)
         elif isinstance(event, TaskArtifactUpdateEvent):
             told += [part.text for part in event.artifact.parts]
     assert told == ['one', 'two', 'three']
@@ -1101,14 +980,14 @@ async def test_the_answer_s_flush_does_not_end_a_subscription(stage: Stage):
             return
         if run == 2:
             await desk.artifact('one')
-            await _forever()
+            await forever()
         await go_on.wait()
         await desk.artifact('two', artifact_id='b')
         await desk.status(COMPLETED)
 
     await stage.open(script, size=3)
     asked = await stage[0].handler.on_message_send(message(), call())
-    answering = _spawn(stage, message('answer', task=asked))
+    answering = spawn(stage, message('answer', task=asked))
     await stage.until_began(2)
     await stage.kill()
     await stage.until_began(3)
@@ -1141,7 +1020,7 @@ async def test_an_agent_that_is_silent_for_too_long(
         await desk.task()
         await desk.status(WORKING)
         if run == 1:
-            await _forever()
+            await forever()
         await desk.status(COMPLETED)
 
     await stage.open(
@@ -1150,9 +1029,9 @@ async def test_an_agent_that_is_silent_for_too_long(
         settings=dataclasses.replace(AT_ONCE, inactivity_timeout=0.5),
         size=1,
     )
-    task = await asyncio.wait_for(_spawn(stage), 20)
+    task = await asyncio.wait_for(spawn(stage), 20)
     assert task.status.state == (COMPLETED if again else FAILED)
-    assert stage.stopped == [1]
+    await until(lambda: _is(stage.stopped == [1]))
     assert stage.began == ([1, 2] if again else [1])
     details = (await stage[0].stored(task.id)).metadata['a2a_lease']
     assert details['reason'] == 'agent_silent'
@@ -1176,7 +1055,7 @@ async def test_a_pause_and_checkpoints_are_no_silence(stage: Stage):
         settings=dataclasses.replace(AT_ONCE, inactivity_timeout=0.8),
         size=1,
     )
-    paused = await _spawn(stage)
+    paused = await spawn(stage)
     assert paused.status.state == AUTH_REQUIRED
     await stage.until_state(COMPLETED)
     assert stage.began == [1]
@@ -1197,7 +1076,7 @@ async def test_a_silent_agent_that_does_not_stop_is_not_run_twice(
         settings=dataclasses.replace(AT_ONCE, inactivity_timeout=0.5),
         size=1,
     )
-    sending = _spawn(stage)
+    sending = spawn(stage)
     task = await stage.until_state(FAILED)
     assert 'could not stop it' in task.status.message.parts[0].text
     assert stage.began == [1]
@@ -1226,16 +1105,16 @@ async def test_a_turn_that_died_here_runs_again_here(stage: Stage):
         await desk.status(WORKING)
         await desk.artifact('one')
         if run == 1:
-            await _forever()
+            await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script, wrap_tasks=wrap, size=1)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     task = await stage.until_state(COMPLETED)
     assert broken
     assert stage.began == [1, 2]
-    assert stage.stopped == [1]
-    assert _texts(task) == ['one']
+    await until(lambda: _is(stage.stopped == [1]))
+    assert texts(task) == ['one']
     assert task.metadata['a2a_lease']['reason'] == 'turn_died'
     await asyncio.wait({sending}, timeout=20)
     assert sending.done()
@@ -1254,12 +1133,12 @@ async def test_what_is_stored_can_be_encrypted(service: Service):
         await desk.status(WORKING)
         if run == 1:
             await current_lease().save_checkpoint('so far')
-            await _forever()
+            await forever()
         assert current_lease().checkpoint == 'so far'
         await desk.status(COMPLETED)
 
     await stage.open(script)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     await until(lambda: _checkpointed(stage))
     await stage.kill()
@@ -1282,11 +1161,11 @@ async def test_the_sessions_end_in_good_order(stage: Stage):
         await desk.task()
         await desk.status(WORKING)
         if run < 3:
-            await _forever()
+            await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script, size=2)
-    sending = _spawn(stage)
+    sending = spawn(stage)
     await stage.until_state(WORKING)
     await stage.kill()
     await stage.until_began(2)

@@ -116,10 +116,25 @@ class Cluster:
         size: int = 2,
         settings: dict[str, float] | None = None,
         service: str = 'commanded',
+        starts: int | None = None,
+        faults: dict[int, dict[str, Any]] | None = None,
         **config: Any,
     ) -> None:
+        """Names the replicas.
+
+        Args:
+            database: What they share.
+            folder: Where they log, and find their gates.
+            size: How many there are.
+            settings: What differs from `SETTINGS`.
+            service: Whom they serve.
+            starts: How many of them to start; all by default.
+            faults: What goes wrong in which of them: see `chaos.faults`.
+            config: More for `support.replica_app`.
+        """
         self.database = database
         self.folder = folder
+        self._starts = size if starts is None else starts
         self.replicas = [
             ForkedServer(
                 name,
@@ -131,9 +146,10 @@ class Cluster:
                     'service': service,
                     'settings': {**SETTINGS, **(settings or {})},
                     **config,
+                    **({'faults': faults[n]} if n in (faults or {}) else {}),
                 },
             )
-            for name in 'ABCDEFGH'[:size]
+            for n, name in enumerate('ABCDEFGH'[:size])
         ]
         self.webhook = Heard()
         self.webhook_url = ''
@@ -148,6 +164,7 @@ class Cluster:
             self.leases = DatabaseLeaseStore(self.engine)
             for replica in self.replicas:
                 stack.callback(replica.end)
+            for replica in self.replicas[: self._starts]:
                 replica.start()
             self.webhook_url = await stack.enter_async_context(
                 serving(
@@ -156,7 +173,9 @@ class Cluster:
                     )
                 )
             )
-            await asyncio.gather(*(r.ready() for r in self.replicas))
+            await asyncio.gather(
+                *(r.ready() for r in self.replicas[: self._starts])
+            )
             self._stack = stack.pop_all()
         return self
 

@@ -99,7 +99,7 @@ class ForkedServer(ServerProcess):
 
     @property
     def is_running(self) -> bool:
-        return self._running().poll() is None
+        return self._process is not None and self._process.poll() is None
 
     def _spawn(self, listener: int, log: int) -> Any:
         global _server  # noqa: PLW0603

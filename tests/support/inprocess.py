@@ -262,6 +262,13 @@ class Service:
     stack: contextlib.AsyncExitStack = field(
         default_factory=contextlib.AsyncExitStack
     )
+    clients: list[asyncio.Future[Any]] = field(default_factory=list)
+    """Requests that a test need not wait for."""
+
+    async def let_clients_go(self) -> None:
+        for client in self.clients:
+            client.cancel()
+        await asyncio.gather(*self.clients, return_exceptions=True)
 
     async def replica(
         self,

@@ -55,6 +55,7 @@ from a2a_lease import (
 )
 from a2a_lease.demo.local_http import local_client
 from a2a_lease.demo.serving import serve
+from chaos import faults
 
 
 STATES = {
@@ -111,6 +112,8 @@ class CommandedAgent(AgentExecutor):
     async def _do(self, command, rest, context, queue) -> None:
         task_id, context_id = context.task_id, context.context_id
         lease = current_lease()
+        # Who wrote it, for those who look at the events.
+        by = {'token': lease.token}
         if command in ('first', 'later'):
             if (lease.attempt == 1) == (command == 'first'):
                 command, _, rest = rest.partition(' ')
@@ -122,6 +125,9 @@ class CommandedAgent(AgentExecutor):
         elif command == 'count':
             number, _, gate = rest.partition(' ')
             begin = (lease.checkpoint or {'counted': 0})['counted']
+            # A number may be durable although its checkpoint is not.
+            kept = lease.stored_task or context.current_task or Task()
+            begin = max(begin, sum(len(a.parts) for a in kept.artifacts))
             for each in range(begin, int(number)):
                 what = 'append' if each else 'artifact'
                 await self._do(what, f'{each} ', context, queue)
@@ -135,6 +141,7 @@ class CommandedAgent(AgentExecutor):
                     context_id=context_id,
                     status=TaskStatus(state=STATES['submitted']),
                     history=[context.message],
+                    metadata=by,
                 )
             )
         elif command in STATES:
@@ -143,6 +150,7 @@ class CommandedAgent(AgentExecutor):
                     task_id=task_id,
                     context_id=context_id,
                     status=TaskStatus(state=STATES[command]),
+                    metadata=by,
                 )
             )
         elif command in ('artifact', 'append'):
@@ -152,6 +160,7 @@ class CommandedAgent(AgentExecutor):
                     context_id=context_id,
                     artifact=Artifact(artifact_id='a', parts=[Part(text=rest)]),
                     append=command == 'append',
+                    metadata=by,
                 )
             )
         elif command == 'message':
@@ -239,6 +248,8 @@ def make_policy(config: dict[str, Any]) -> RecoveryPolicy:
 
 
 def make_app(config: dict[str, Any]) -> Starlette:
+    if 'faults' in config:
+        faults.install(**config['faults'])
     engine = create_async_engine(config['database_url'])
     card = AgentCard(
         name=config['service'],

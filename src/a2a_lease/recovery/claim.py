@@ -50,6 +50,15 @@ class Claim(Hold):
             self.attempts = max(1, lease.attempt - 1)
         self.from_session = from_session
 
+    def failed_to_begin(self, lease: TaskLease) -> None:
+        """Goes on with the next attempt: the last one came to nothing."""
+        self.hold(lease, self.session)
+        self.cause = Cause.TURN_DIED
+        self.attempts = max(1, lease.attempt - 1)
+        self.from_session = self.session.id
+        self.silence = 0.0
+        self.waited = False
+
     @classmethod
     def of_ended(
         cls,

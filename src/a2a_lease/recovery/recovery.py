@@ -120,6 +120,8 @@ class Recovery:
         self._claims: set[Claim] = set()
         """What is still to be decided."""
         self._waiting: dict[asyncio.Task[None], Claim] = {}
+        self._aside: set[Claim] = set()
+        """What failed, and is tried again after a while."""
         self._not_busy = 0
         """Recoveries that wait, or whose turn runs."""
         self._thorough_at = 0.0
@@ -146,8 +148,12 @@ class Recovery:
             self._round = None
         if self._working:
             await asyncio.wait(set(self._working), timeout=timeout)
-        for task in self._working:
+        left = set(self._working)
+        for task in left:
             task.cancel()
+        if left:
+            # What had yet to begin is among the claims again after that.
+            await asyncio.wait(left, timeout=timeout)
         return _tokens(self._claims)
 
     async def give_back(self) -> None:
@@ -240,7 +246,7 @@ class Recovery:
             # What this replica cannot run soon stays for others.
             if self._is_closed():
                 return
-            room = min(room, self._room.left)
+            room = min(room, self._room.left - self._pending)
         if room <= 0:
             return
         try:
@@ -372,6 +378,8 @@ class Recovery:
         )
 
     def _begin(self, claim: Claim) -> None:
+        # Now, not when its task first runs: the next claim counts it.
+        self._claims.add(claim)
         self._spawn(self._recover(claim))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -412,6 +420,7 @@ class Recovery:
                 tries += 1
                 wait = pause
                 if claim.session.ended:
+                    self._claims.discard(claim)
                     return
                 if is_outage(error):
                     logger.debug('A recovery waits.', exc_info=True)
@@ -427,10 +436,23 @@ class Recovery:
                         extra=self._fields(claim, action='set_aside'),
                     )
             if wait:
-                with self._letting_others_work(claim):
-                    await asyncio.sleep(wait)
+                if tries:
+                    self._aside.add(claim)
+                try:
+                    with self._letting_others_work(claim):
+                        await asyncio.sleep(wait)
+                finally:
+                    self._aside.discard(claim)
             if claim.session.ended:
+                self._claims.discard(claim)
                 return
+
+    @property
+    def _pending(self) -> int:
+        """How many may still run again here, delayed ones too."""
+        return sum(
+            not claim.session.ended for claim in self._claims - self._aside
+        )
 
     @contextmanager
     def _letting_others_work(
@@ -563,7 +585,10 @@ class Recovery:
             task = await manager.get_task()
             if task is not None and lease_settled(task, claim.lease):
                 return 0.0
-            stored = await self._take_over(claim, manager, task, record)
+            stored, pushing = await self._take_over(
+                claim, manager, task, record
+            )
+            stack.push_async_callback(asyncio.wait, {pushing})
             turn = self._turns.new_turn(
                 context=self._codec.load(claim.lease.call_context),
                 owner=claim.lease.owner,
@@ -581,12 +606,58 @@ class Recovery:
             try:
                 with self._letting_others_work():
                     await self._run_turn(turn, record)
+            except Exception as error:
+                if turn.agent is not None:
+                    raise
+                await self._count_as_run(claim, turn, error)
+                return 0.0
             finally:
                 if turn.agent is None:
                     self._claims.add(claim)
             if turn.agent is None:
-                raise LeaseError('The turn did not begin.')
+                await self._count_as_run(
+                    claim, turn, LeaseError('The turn did not begin.')
+                )
+                return 0.0
         return None
+
+    async def _count_as_run(
+        self, claim: Claim, turn: Turn, error: Exception
+    ) -> None:
+        """Counts a run that failed before the agent began.
+
+        Otherwise what always fails, a request that cannot be built again for
+        instance, would be tried for ever.
+
+        Raises:
+            Exception: The error itself, if it says nothing about the turn.
+        """
+        lease = claim.lease
+        if (
+            turn.loss is not None
+            or turn.sent_back
+            or claim.session.ended
+            or self._is_closed()
+            or is_outage(error)
+        ):
+            raise error
+        logger.error(
+            'Task %s could not run again: its turn failed before the agent '
+            'began. That counts as an attempt.',
+            lease.task_id,
+            exc_info=error,
+            extra=self._fields(claim, action='run_again'),
+        )
+        reclaimed = await self._store.reclaim(
+            self._service,
+            lease.task_id,
+            token=lease.token,
+            session_id=claim.session.id,
+        )
+        if reclaimed is None:
+            claim.lose(Loss.TAKEN_OVER)
+            raise ConcurrentTaskModificationError(lease.task_id)
+        claim.failed_to_begin(reclaimed)
 
     async def _has_stopped(self, claim: Claim) -> bool:
         """Whether the run before has ended, if that was on this replica."""
@@ -605,11 +676,12 @@ class Recovery:
         manager: TaskManager,
         task: Task | None,
         record: TurnRecord,
-    ) -> Task:
+    ) -> tuple[Task, asyncio.Task[None]]:
         """Saves that the turn runs again: the old owner saves nothing more.
 
         Returns:
-            The task as it is stored now.
+            The task as it is stored now, and the push that tells of it: what
+            the turn pushes waits for that, and the agent does not.
         """
         lease = claim.lease
         event = running_event(
@@ -641,10 +713,12 @@ class Recovery:
             lease.task_id,
             VersionedEvent(event=event, version=manager.current_version),
         )
-        await self._push.send_outcome(lease.task_id, event)
+        pushing = asyncio.create_task(
+            self._push.send_outcome(lease.task_id, event)
+        )
         self._log(claim, 'It runs again', warn=True)
         stored = await manager.get_task()
-        return stored if stored is not None else task
+        return (stored if stored is not None else task), pushing
 
     # Ending the task.
 

@@ -21,17 +21,16 @@ class Room:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._taken = 0
-        self._waiting = 0
         self._apart_waiting = 0
         self._apart = False
         self._changed = asyncio.Condition()
 
     @property
     def left(self) -> int:
-        """How many more may come."""
+        """How many places are free, whoever waits for one."""
         if self._apart or self._apart_waiting:
             return 0
-        return max(0, self._limit - self._taken - self._waiting)
+        return max(0, self._limit - self._taken)
 
     @asynccontextmanager
     async def place(self, *, apart: bool) -> AsyncGenerator[None]:
@@ -39,8 +38,6 @@ class Room:
         async with self._changed:
             if apart:
                 self._apart_waiting += 1
-            else:
-                self._waiting += 1
             try:
                 await self._changed.wait_for(
                     self._is_empty if apart else self._has_place
@@ -48,8 +45,6 @@ class Room:
             finally:
                 if apart:
                     self._apart_waiting -= 1
-                else:
-                    self._waiting -= 1
                 self._changed.notify_all()
             self._taken += 1
             self._apart = apart

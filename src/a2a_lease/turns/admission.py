@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from a2a.server.agent_execution import RequestContextBuilder
 from a2a.utils.errors import (
     InternalError,
-    TaskNotFoundError,
     UnsupportedOperationError,
 )
 
@@ -20,9 +19,9 @@ from a2a_lease.errors import (
     LeaseConflictError,
     SessionEndedError,
 )
-from a2a_lease.model import LeaseRequest
+from a2a_lease.model import LeaseRequest, LeaseState
 from a2a_lease.turns.call_context import hold_of
-from a2a_lease.turns.marks import is_terminal, mark_of
+from a2a_lease.turns.marks import mark_of
 from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.record import TurnRecord
 from a2a_lease.turns.turn import Turn
@@ -91,15 +90,15 @@ class Admission:
                 'again; another replica will take it.'
             )
 
-    async def wait(self, task_id: str, *, until: float) -> TaskLease | None:
-        """Waits until the lease on a task may be acquired.
+    async def wait(self, turn: Turn, task_id: str) -> None:
+        """Waits until a turn may acquire the lease on a task.
+
+        No other turn of the task passes here until this one has begun, or its
+        request is over.
 
         Args:
-            task_id: The task that a message names.
-            until: When to give up, by the clock.
-
-        Returns:
-            The lease as it was seen, or None if there is none.
+            turn: The turn that is to begin.
+            task_id: The task that its message names.
 
         Raises:
             UnsupportedOperationError: Another turn still runs; the message
@@ -107,19 +106,20 @@ class Admission:
         """
         for pause in pauses(first=_FIRST_LOOK, longest=_LONGEST_LOOK):
             self.refuse_if_closed()
-            left = until - self._clock.monotonic()
-            if await self._turns.wait_gone(task_id, timeout=max(0.0, left)):
+            left = turn.until - self._clock.monotonic()
+            if await self._turns.reserve(turn, task_id, timeout=max(0.0, left)):
+                passes = False
                 try:
-                    lease, may_be_acquired = await self._turns.store.holder(
-                        self._turns.service, task_id
-                    )
+                    passes = await self._may_begin(turn, task_id)
                 except Exception as error:
                     if not is_outage(error) or left <= 0:
                         raise
-                else:
-                    if may_be_acquired:
-                        return lease
-            left = until - self._clock.monotonic()
+                finally:
+                    if not passes:
+                        self._turns.unreserve(turn)
+                if passes:
+                    return
+            left = turn.until - self._clock.monotonic()
             if left <= 0:
                 break
             await asyncio.sleep(min(pause, left))
@@ -129,13 +129,30 @@ class Admission:
             f'and was not delivered. Send it again when the task pauses.'
         )
 
+    async def _may_begin(self, turn: Turn, task_id: str) -> bool:
+        lease, may_be_acquired = await self._turns.store.holder(
+            self._turns.service, task_id
+        )
+        turn.looked_at = lease
+        # Recovery may run again what an ended session left. What its user
+        # said is in the lease only, and a message that took the place of that
+        # turn would take it along.
+        runs_again = (
+            self._keeps_requests
+            and lease is not None
+            and lease.state in (LeaseState.RUNNING, LeaseState.RECOVERING)
+        )
+        return may_be_acquired and not runs_again
+
     async def acquire(self, turn: Turn, context: RequestContext) -> None:
         """Takes the lease for a turn that the SDK is about to run.
 
         Raises:
+            LeaseConflictError: Somebody was faster. The turn must wait where
+                it is not in the way of the other one, should recovery run
+                that here.
             A2AError: It cannot begin; nothing was taken.
         """
-        task_id = context.task_id or ''
         until = turn.until
         acquire_id = uuid.uuid4().hex
         unknown: LeaseRequest | None = None
@@ -149,8 +166,7 @@ class Admission:
                     lease = await self._acquire_once(request)
                 except LeaseConflictError:
                     unknown = None
-                    turn.looked_at = await self.wait(task_id, until=until)
-                    context.current_task = await self._read_again(turn, task_id)
+                    raise
                 except SessionEndedError:
                     unknown = None
                     session = await self._session(until)
@@ -195,19 +211,6 @@ class Admission:
             timeout=max(0.0, until - self._clock.monotonic())
         )
 
-    async def _read_again(self, turn: Turn, task_id: str) -> Task | None:
-        stored = await self._task_store.get(task_id, turn.context)
-        if stored is None:
-            if turn.looked_at is None:
-                return None
-            raise TaskNotFoundError(f'Task {task_id} not found')
-        if is_terminal(stored.task):
-            raise UnsupportedOperationError(
-                message=f'Task {task_id} ended before this message was '
-                f'delivered.'
-            )
-        return stored.task
-
     def _request(
         self,
         turn: Turn,
@@ -239,14 +242,14 @@ class Admission:
             task_id=context.task_id or '',
             context_id=context.context_id or '',
             task=context.current_task,
-        ).dump()
-        if len(record) <= self._settings.request_limit:
-            return record
+        )
+        if record.size <= self._settings.request_limit:
+            return record.dump()
         logger.warning(
             'The request of task %s has %d bytes, more than request_limit '
             '(%d), and is not stored: if this replica dies, the task fails.',
             context.task_id,
-            len(record),
+            record.size,
             self._settings.request_limit,
             extra={'task_id': context.task_id},
         )
@@ -288,9 +291,7 @@ class LeasedContextBuilder(RequestContextBuilder):
             and turn.again is None
             and task_id is not None
         ):
-            turn.looked_at = await self._admission.wait(
-                task_id, until=turn.until
-            )
+            await self._admission.wait(turn, task_id)
         request_context = await self._inner.build(
             context=context,
             params=params,

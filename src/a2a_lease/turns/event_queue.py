@@ -72,7 +72,12 @@ class TurnQueue(EventQueue):
             return
         events = [event]
         if turn.again is not None:
-            events = said_again(event, turn.again, first=self._first)
+            events = said_again(
+                event,
+                turn.again,
+                known=turn.stored_task,
+                first=self._first,
+            )
         self._first = False
         for each in events:
             turn.enqueued(each)
@@ -84,7 +89,9 @@ class TurnQueue(EventQueue):
         return bool(is_closed()) if is_closed is not None else False
 
 
-def said_again(event: Event, record: TurnRecord, *, first: bool) -> list[Event]:
+def said_again(
+    event: Event, record: TurnRecord, *, known: Task | None, first: bool
+) -> list[Event]:
     """Fits an event of a turn that runs again to the task that is there.
 
     Recovery has stored the task before. The SDK would pass a `Task` event on
@@ -93,10 +100,11 @@ def said_again(event: Event, record: TurnRecord, *, first: bool) -> list[Event]:
     Args:
         event: What the agent emitted.
         record: How the turn began.
+        known: The task as it was before this run.
         first: Whether it is the first event of this run.
     """
     if isinstance(event, Task):
-        return _changes(event)
+        return _changes(event, known or Task(), record.message)
     if isinstance(event, Message) and first:
         status = TaskStatus(state=TaskState.TASK_STATE_COMPLETED)
         if record.status is not None:
@@ -117,9 +125,18 @@ def said_again(event: Event, record: TurnRecord, *, first: bool) -> list[Event]:
     return [event]
 
 
-def _changes(task: Task) -> list[Event]:
+def _changes(task: Task, known: Task, asked: Message) -> list[Event]:
     """Returns what a `Task` event brings beyond the creation of its task."""
+    said = [asked, *known.history]
+    if known.status.HasField('message'):
+        said.append(known.status.message)
+    # The SDK moves the message of a status into the history with the next one.
     events: list[Event] = [
+        _working(task, message)
+        for message in task.history
+        if not _is_among(message, said)
+    ]
+    events += [
         TaskArtifactUpdateEvent(
             task_id=task.id,
             context_id=task.context_id,
@@ -128,16 +145,41 @@ def _changes(task: Task) -> list[Event]:
         )
         for artifact in task.artifacts
     ]
-    if task.status.state not in _JUST_CREATED or task.HasField('metadata'):
-        events.append(
-            TaskStatusUpdateEvent(
-                task_id=task.id,
-                context_id=task.context_id,
-                status=task.status,
-                metadata=task.metadata,
-            )
+    if task.status.state not in _JUST_CREATED:
+        last = TaskStatusUpdateEvent(
+            task_id=task.id, context_id=task.context_id, status=task.status
         )
+        last.metadata.CopyFrom(task.metadata)
+        events.append(last)
+        return events
+    message = task.status.message if task.status.HasField('message') else None
+    if message is not None and _is_among(message, said):
+        message = None
+    if message is not None or task.HasField('metadata'):
+        # It was created before, and is not SUBMITTED again.
+        last = _working(task, message)
+        last.metadata.CopyFrom(task.metadata)
+        events.append(last)
     return events
+
+
+def _working(task: Task, message: Message | None) -> TaskStatusUpdateEvent:
+    status = TaskStatus(state=TaskState.TASK_STATE_WORKING)
+    status.timestamp.FromDatetime(datetime.now(UTC))
+    if message is not None:
+        status.message.CopyFrom(message)
+    return TaskStatusUpdateEvent(
+        task_id=task.id, context_id=task.context_id, status=status
+    )
+
+
+def _is_among(message: Message, said: list[Message]) -> bool:
+    """Whether it was said, by an earlier run perhaps under another id."""
+    return any(
+        (message.message_id and message.message_id == other.message_id)
+        or (message.role == other.role and message.parts == other.parts)
+        for other in said
+    )
 
 
 class ClosedQueue(EventQueue):

@@ -54,7 +54,7 @@ class LeasedEventStream(TaskEventStream):
                 task_id,
                 extra={'task_id': task_id},
             )
-        self._turns.processed(task_id, event.event)
+        self._turns.processed(task_id, event)
 
     async def subscribe(  # type: ignore[override]
         self, task_id: str, *, after: TaskVersion

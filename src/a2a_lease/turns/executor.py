@@ -10,7 +10,11 @@ from a2a.server.agent_execution import AgentExecutor, RequestContext
 from a2a.types.a2a_pb2 import Task
 from a2a.utils.errors import A2AError, InternalError
 
-from a2a_lease.errors import LeaseConfigurationError, LeaseError
+from a2a_lease.errors import (
+    LeaseConfigurationError,
+    LeaseConflictError,
+    LeaseError,
+)
 from a2a_lease.turns.call_context import hold_of
 from a2a_lease.turns.current import set_current_lease
 from a2a_lease.turns.event_queue import ClosedQueue, TurnQueue
@@ -68,7 +72,10 @@ class LeasedExecutor(AgentExecutor):
                 'through on_message_send or on_message_send_stream.'
             )
         if turn.again is None:
-            await self._begin(turn, context)
+            try:
+                await self._begin(turn, context)
+            finally:
+                self._turns.unreserve(turn)
         else:
             self._turns.begin(turn, turn.lease.task_id)
         task = context.current_task
@@ -106,6 +113,9 @@ class LeasedExecutor(AgentExecutor):
         task_id = context.task_id or ''
         try:
             await self._admission.acquire(turn, context)
+        except LeaseConflictError as error:
+            turn.send_back()
+            raise asyncio.CancelledError from error
         except A2AError as error:
             turn.refuse(error)
             raise asyncio.CancelledError from error

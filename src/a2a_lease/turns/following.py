@@ -109,39 +109,69 @@ class Pump(Generic[_T]):
             self._task.exception()
 
 
-async def until_lost(
-    source: AsyncGenerator[Event, None], turn: Turn, lost: asyncio.Event
-) -> AsyncGenerator[Event, None]:
-    """Yields from a local stream, and leaves it soon after the loss.
+class LocalStream:
+    """A stream of this replica, which is left soon after its turn is lost."""
 
-    Args:
-        source: The stream.
-        turn: The turn whose events it has.
-        lost: Set when the turn is lost.
-    """
-    pump = Pump(source)
-    left = asyncio.Event()
-    until = lost
-    try:
-        while True:
-            try:
-                event = await pump.next(until=until)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                if until is left:
+    def __init__(
+        self,
+        source: AsyncGenerator[Event, None],
+        turn: Turn,
+        lost: asyncio.Event,
+    ) -> None:
+        """Wraps a stream.
+
+        Args:
+            source: The stream.
+            turn: The turn whose events it has.
+            lost: Set when the turn is lost.
+        """
+        self._source = source
+        self._turn = turn
+        self._lost = lost
+        self._last: Event | None = None
+        self._seen: TaskVersion | None = None
+
+    @property
+    def seen(self) -> TaskVersion | None:
+        """What the task was after the last event that was yielded.
+
+        An event that was saved here may be stuck on its way to the streams,
+        in a slow webhook for instance, when the turn is lost. None if nothing
+        was yielded.
+        """
+        if self._last is not None:
+            version = self._turn.shown.version_of(self._last)
+            if version is not None:
+                return version
+        return self._seen
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Yields what the stream brings."""
+        pump = Pump(self._source)
+        left = asyncio.Event()
+        until = self._lost
+        try:
+            while True:
+                try:
+                    event = await pump.next(until=until)
+                except StopAsyncIteration:
                     return
-                until = left
-                asyncio.get_running_loop().call_later(_LINGER, left.set)
-            except Exception:
-                # A refused save, say: whoever took over tells the rest.
-                if turn.loss is None:
-                    raise
-                return
-            else:
-                yield event
-    finally:
-        await pump.aclose()
+                except TimeoutError:
+                    if until is left or self._turn.loss is None:
+                        return  # It lingered, or the turn never began.
+                    until = left
+                    asyncio.get_running_loop().call_later(_LINGER, left.set)
+                except Exception:
+                    # A refused save, say: whoever took over tells the rest.
+                    if self._turn.loss is None and not self._lost.is_set():
+                        raise
+                    return
+                else:
+                    self._last = event
+                    self._seen = self._turn.shown.version
+                    yield event
+        finally:
+            await pump.aclose()
 
 
 async def follow(
@@ -152,7 +182,7 @@ async def follow(
     event_stream: TaskEventStream,
     context: ServerCallContext,
     look_every: float,
-    is_awaited: Callable[[], Awaitable[bool]],
+    goes_on: Callable[[], Awaitable[bool]] | None,
 ) -> AsyncGenerator[Event, None]:
     """Yields what happens to a task elsewhere, until its turn is over.
 
@@ -164,7 +194,8 @@ async def follow(
         context: The client's call context.
         look_every: Seconds between looks at the task itself, in case it
             ended without an event.
-        is_awaited: Whether it may still come to be, if it is not stored.
+        goes_on: Whether a turn of it is under way or to be recovered; a turn
+            may end without an event. None to stay for the turns to come.
     """
 
     async def read() -> StoredTask | None:
@@ -172,6 +203,7 @@ async def follow(
             task_store, task_id, context, permit=always
         )
 
+    looks = _Looks(read, goes_on)
     pump = Pump(event_stream.subscribe(task_id, after=after))
     loop = asyncio.get_running_loop()
     try:
@@ -181,17 +213,10 @@ async def follow(
             try:
                 versioned = await pump.next(until=look)
             except TimeoutError:
-                stored = await read()
-                if stored is None and not await is_awaited():
-                    # It may have come and be over in between.
-                    stored = await read()
-                    if stored is None:
-                        return
-                if stored is None or not is_terminal(stored.task):
+                if not await looks.at_an_end():
                     continue
-                # Nothing said so, or this stream would have ended: on SQLite
-                # a cancel may have the version of the save before it.
-                yield stored.task
+                if looks.task is not None:
+                    yield looks.task
                 return
             except StopAsyncIteration:
                 return
@@ -211,3 +236,41 @@ async def follow(
                 return
     finally:
         await pump.aclose()
+
+
+class _Looks:
+    """Looks at a task now and then, and tells whether its turn is over."""
+
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[StoredTask | None]],
+        goes_on: Callable[[], Awaitable[bool]] | None,
+    ) -> None:
+        self._read = read
+        self._goes_on = goes_on
+        self._version: TaskVersion | None = None
+        self.task: Task | None = None
+        """The task as it is at its end."""
+
+    async def at_an_end(self) -> bool:
+        """Whether nothing will be said of the task any more."""
+        stored = await self._read()
+        if stored is not None and is_terminal(stored.task):
+            # Nothing said so, or the stream would have ended: on SQLite a
+            # cancel may have the version of the save before it.
+            self.task = stored.task
+            return True
+        if self._goes_on is None:
+            return stored is None
+        if await self._goes_on():
+            return False
+        # It may have come, or gone on, and be over in between.
+        stored = await self._read()
+        if stored is None:
+            return True
+        if stored.version != self._version:
+            # What led to it may still be on its way.
+            self._version = stored.version
+            return False
+        self.task = stored.task
+        return True

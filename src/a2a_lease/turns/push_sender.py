@@ -36,6 +36,8 @@ class LeasedPushSender(PushNotificationSender):
         self._inner = inner
         self._outcomes: OrderedDict[str, None] = OrderedDict()
         self._sending: Counter[str] = Counter()
+        self._order: dict[str, asyncio.Lock] = {}
+        """What is pushed of one task arrives in the order of the calls."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Forwards what this SDK version knows and this class does not."""
@@ -56,12 +58,14 @@ class LeasedPushSender(PushNotificationSender):
             return
         self._sending[task_id] += 1
         try:
-            with letting_go():
-                await self._inner.send_notification(task_id, event)
+            async with self._order.setdefault(task_id, asyncio.Lock()):
+                with letting_go():
+                    await self._inner.send_notification(task_id, event)
         finally:
             self._sending[task_id] -= 1
             if not self._sending[task_id]:
                 del self._sending[task_id]
+                self._order.pop(task_id, None)
 
     def is_sending(self, task_id: str) -> bool:
         """Whether a push of the task is under way."""

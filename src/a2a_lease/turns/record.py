@@ -12,6 +12,8 @@ from google.protobuf.message import DecodeError
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from a2a.types.a2a_pb2 import Message
 
 
@@ -43,6 +45,11 @@ class TurnRecord:
         if not request.HasField('configuration'):
             kept.ClearField('configuration')
         return cls(kept, task.status if task is not None else None)
+
+    @property
+    def size(self) -> int:
+        """Bytes of what the user sent."""
+        return self.request.ByteSize()
 
     def dump(self) -> bytes:
         """Writes it, as `load` reads it."""
@@ -97,14 +104,26 @@ class TurnRecord:
         began = Task()
         began.CopyFrom(task)
         began.status.CopyFrom(self.status)
-        later = {self.message.message_id}
+        later = [self.message]
         if self.status.HasField('message'):
-            later.add(self.status.message.message_id)
-        for number, message in enumerate(began.history):
-            if message.message_id in later:
-                del began.history[number:]
-                break
+            later.append(self.status.message)
+        numbers = [_find(message, began.history) for message in later]
+        del began.history[min(numbers) :]
         return began
+
+
+def _find(wanted: Message, history: Sequence[Message]) -> int:
+    """Returns where a message is, or the length of the history."""
+    if wanted.message_id:
+        for number, message in enumerate(history):
+            if message.message_id == wanted.message_id:
+                return number
+        return len(history)
+    # Agents may leave out the id; the same may have been said before.
+    for number in reversed(range(len(history))):
+        if history[number] == wanted:
+            return number
+    return len(history)
 
 
 def _text(data: bytes) -> str:

@@ -94,6 +94,10 @@ class Turns:
         self._heard: dict[Turn, tuple[int, float]] = {}
         """How often each agent was heard of, and since when."""
         self._gone: dict[Turn, asyncio.Event] = {}
+        self._reserved: dict[str, Turn] = {}
+        """The turn of each task that is about to begin."""
+        self._reserves: dict[Turn, str] = {}
+        self._unreserved = asyncio.Event()
         self._order: dict[Turn, asyncio.Lock] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._signals: dict[str, set[asyncio.Event]] = {}
@@ -141,6 +145,53 @@ class Turns:
             checkpoint_limit=self._settings.checkpoint_limit,
             on_loss=self.lost,
         )
+
+    def renewed(self, turn: Turn) -> Turn:
+        """Makes a turn for the same request, which waits no longer for it."""
+        new = self.new_turn(
+            context=turn.context,
+            owner=turn.owner,
+            kept_context=turn.kept_context,
+        )
+        new.until = turn.until
+        return new
+
+    async def reserve(
+        self, turn: Turn, task_id: str, *, timeout: float
+    ) -> bool:
+        """Waits until no turn of a task is here, and is the next one."""
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    if (other := self.of(task_id)) is not None:
+                        await self._gone[other].wait()
+                    elif self._is_reserved(task_id):
+                        self._unreserved.clear()
+                        await self._unreserved.wait()
+                    else:
+                        break
+        except TimeoutError:
+            return False
+        self._reserved[task_id] = turn
+        self._reserves[turn] = task_id
+        return True
+
+    def _is_reserved(self, task_id: str) -> bool:
+        turn = self._reserved.get(task_id)
+        if turn is None:
+            return False
+        # Its client may have gone before the SDK came to it.
+        if turn.until < self._clock.monotonic():
+            self.unreserve(turn)
+            return False
+        return True
+
+    def unreserve(self, turn: Turn) -> None:
+        """Makes way for the next one: the turn has begun, or never will."""
+        task_id = self._reserves.pop(turn, None)
+        if task_id is not None:
+            del self._reserved[task_id]
+            self._unreserved.set()
 
     def begin(self, turn: Turn, task_id: str) -> None:
         """Takes in a turn that has acquired."""
@@ -238,10 +289,10 @@ class Turns:
             turn.state = LeaseState.PARKED
             self._move(turn, LeaseState.PARKED)
 
-    def processed(self, task_id: str, event: Event) -> None:
+    def processed(self, task_id: str, event: VersionedEvent) -> None:
         """Follows an event that the SDK is done with: saved and pushed."""
         for turn in self._by_task.get(task_id, ()):
-            if turn.processed(event):
+            if turn.processed(event.event, event.version):
                 if turn.ending in (Ending.RAISED, Ending.CANCELED):
                     self.conclude(turn)
                 return
@@ -287,6 +338,10 @@ class Turns:
         lost = turn.loss in (Loss.TAKEN_OVER, Loss.HANDED_OVER)
         if (lost or turn.session.ended) and self.dead_turns is not None:
             self.dead_turns.take_up(turn)
+
+    def is_saving(self, turn: Turn) -> bool:
+        """Whether a save of a turn is under way."""
+        return turn in self._saving
 
     async def wait_until_saved(self, *, timeout: float) -> bool:
         """Waits until no save is under way, of lost turns neither."""
@@ -367,19 +422,19 @@ class Turns:
             self.service, turn.lease.task_id, token=turn.lease.token
         )
 
-    async def is_awaited(self, task_id: str) -> bool:
-        """Whether a task that is not stored may still come to be.
-
-        Its lease was taken before it was to be stored, and whoever recovers it
-        may take its time.
-        """
+    async def goes_on(self, task_id: str) -> bool:
+        """Whether a turn of a task is under way, or to be recovered."""
         try:
             lease = await self.store.get(self.service, task_id)
         except Exception as error:
             if not is_outage(error):
                 raise
             return True
-        return lease is not None and lease.session_id is not None
+        return (
+            lease is not None
+            and lease.session_id is not None
+            and lease.state in (LeaseState.RUNNING, LeaseState.RECOVERING)
+        )
 
     async def _set(self, turn: Turn, state: LeaseState) -> None:
         lease = turn.lease

@@ -82,7 +82,7 @@ class LeasedTaskStore(VersionedTaskStore):
             return stored
         if isinstance(hold, Turn) and not hold.held:
             # What the client has seen when the turn begins.
-            hold.seen_version = stored.version
+            hold.shown.begin(stored.version)
         elif hold.held:
             terminal = is_terminal(stored.task)
             hold.read(stored.version, terminal=terminal)

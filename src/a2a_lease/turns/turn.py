@@ -21,6 +21,7 @@ from a2a_lease.turns.marks import (
     was_interrupted,
 )
 from a2a_lease.turns.outage import is_outage, pauses
+from a2a_lease.turns.shown import Shown
 
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Turn(Hold):
 
     idle = False
     """Whether execute() has ended and left the task as it was."""
+    sent_back = False
+    """Whether another turn was faster, and the request waits again."""
     over = False
     """Whether the lease goes: execute() has ended, and the task settled."""
 
@@ -98,8 +101,7 @@ class Turn(Hold):
         """Whether the SDK has stopped to process what the agent emits."""
         self.status: TaskStatus | None = None
         """The status that this turn saved last."""
-        self.seen_version: TaskVersion | None = None
-        """The newest version that this turn read or wrote while it held."""
+        self.shown = Shown()
         self.steps = 0
         """How often the SDK has done something for the task meanwhile."""
         self.noted_stored = False
@@ -111,6 +113,7 @@ class Turn(Hold):
         """The task as the runs before have left it."""
         self.checkpoint: bytes | None = None
         """What the last attempt saved, or this one since."""
+        self._checkpointing = asyncio.Lock()
         self.sounds = 0
         """How often the agent was heard of."""
         self._loop = asyncio.get_running_loop()
@@ -152,7 +155,7 @@ class Turn(Hold):
         self.status = TaskStatus()
         self.status.CopyFrom(stored.status)
         self.saved = True
-        self.seen_version = version
+        self.shown.begin(version)
         self.hold_after(
             claim,
             dataclasses.replace(
@@ -177,6 +180,11 @@ class Turn(Hold):
         self.refusal = error
         self.lost.set()
 
+    def send_back(self) -> None:
+        """Ends a turn that never began, and whose request waits again."""
+        self.sent_back = True
+        self.lost.set()
+
     def _announce_loss(self) -> None:
         if not self.lost.is_set():
             self.lost.set()
@@ -184,18 +192,10 @@ class Turn(Hold):
             self._moved.set()
             self._on_loss(self)
 
-    def read(self, version: TaskVersion, *, terminal: bool) -> None:
-        """Notes what the execution just read from the task store."""
-        super().read(version, terminal=terminal)
-        # A terminal state of somebody else's is still to be told.
-        if self.loss is None and not terminal:
-            self.seen_version = version
-
     def wrote(self, version: TaskVersion, *, terminal: bool) -> None:
         """Notes a save of this turn that is durable."""
         super().wrote(version, terminal=terminal)
         self.saved = True
-        self.seen_version = version
 
     @property
     def settled(self) -> bool:
@@ -229,6 +229,10 @@ class Turn(Hold):
             LeaseLostError: The lease is lost; another turn may run by now.
         """
         self.sounds += 1
+        async with self._checkpointing:
+            await self._save_checkpoint(data)
+
+    async def _save_checkpoint(self, data: bytes) -> None:
         lease = self.lease
         if not await self._emitted_is_saved() and not self.settled_for_good:
             self.lose(Loss.DIED)
@@ -307,12 +311,13 @@ class Turn(Hold):
                 await asyncio.wait_for(self._moved.wait(), 0.05)
         return True
 
-    def processed(self, event: Event) -> bool:
+    def processed(self, event: Event, version: TaskVersion) -> bool:
         """Notes that the SDK is done with an event: saved, pushed, published.
 
         Returns:
             Whether it was the oldest one of this turn.
         """
+        self.shown.add(event, version)
         if not self._pending or self.loss is not None:
             return False
         oldest = self._pending[0]

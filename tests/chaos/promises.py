@@ -1,0 +1,300 @@
+"""Which promises of the design hold after a scenario, and which broke."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from a2a.server.models import (
+    PushNotificationConfigModel,
+    TaskEventModel,
+    TaskModel,
+)
+from a2a.types.a2a_pb2 import StreamResponse, Task, TaskState
+from google.protobuf.json_format import MessageToDict
+from sqlalchemy import select
+
+from a2a_lease.model import SessionState
+from chaos.faults import DEADLY, Kind
+from chaos.stage import OVER, PAUSED
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from chaos.stage import Stage
+    from support.cluster import Heard
+
+
+async def broken(stage: Stage) -> list[str]:
+    """Looks at everything, and names each promise that broke."""
+    tasks = {}
+    for task_id in await stage.task_ids():
+        task = await stage.cluster.task(task_id)
+        if task is not None:
+            tasks[task_id] = task
+    return [
+        *_nothing_is_left_behind(stage),
+        *_outcomes(stage, tasks),
+        *await _events(stage, tasks),
+        *await _sessions(stage),
+        *_runs(stage),
+        *_streams(stage, tasks),
+        *await _pushes(stage, tasks),
+        *await _owners(stage),
+    ]
+
+
+def _name(state: int) -> str:
+    return TaskState.Name(state).removeprefix('TASK_STATE_')
+
+
+def _plain(metadata: Any) -> str:
+    return json.dumps(MessageToDict(metadata))
+
+
+def _texts(task: Task) -> list[str]:
+    return [part.text for a in task.artifacts for part in a.parts]
+
+
+def _deadly(stage: Stage) -> bool:
+    """Whether the victim died, or was away for so long that it counts."""
+    fault = stage.fault
+    if fault is None or not stage.reached:
+        return False
+    return fault.kind in DEADLY or (
+        # A transaction of the heartbeat that does not end keeps its row.
+        fault.kind is Kind.STALL and fault.thread == 'beat'
+    )
+
+
+def _nothing_is_left_behind(stage: Stage) -> Iterable[str]:
+    if stage.unsettled:
+        yield f'1 (nothing is left behind): {stage.unsettled}'
+
+
+def _outcomes(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
+    scenario = stage.scenario
+    allowed = scenario.outcomes
+    if _deadly(stage):
+        allowed |= scenario.deadly
+    for task in tasks.values():
+        state = task.status.state
+        if state not in allowed:
+            yield (
+                f'6 (one outcome): task {task.id} is {_name(state)} with '
+                f'{_plain(task.metadata)}, and may be '
+                f'{sorted(map(_name, allowed))}'
+            )
+        texts = _texts(task)
+        if len(texts) != len(set(texts)):
+            yield f'4 (fenced): task {task.id} has parts twice: {texts}'
+        messages = [message.message_id for message in task.history]
+        if len(messages) != len(set(messages)):
+            yield f'9 (the same turn): a message is twice in {task.id}'
+        if scenario.name.endswith('again') and state in OVER:
+            numbers = [text.strip() for text in texts]
+            if numbers != ['0', '1', '2']:
+                yield f'4 (fenced): task {task.id} counted {numbers}'
+
+
+async def _events(stage: Stage, tasks: dict[str, Task]) -> list[str]:
+    found = []
+    logs: dict[str, list[tuple[int, StreamResponse]]] = defaultdict(list)
+    async with stage.cluster.engine.connect() as connection:
+        for task_id, version, data in await connection.execute(
+            select(
+                TaskEventModel.task_id,
+                TaskEventModel.task_version,
+                TaskEventModel.event_data,
+            ).order_by(TaskEventModel.seq)
+        ):
+            logs[task_id].append((version, StreamResponse.FromString(data)))
+    for task_id, log in logs.items():
+        versions = [version for version, _ in log]
+        if versions != sorted(set(versions)):
+            found.append(f'4 (fenced): versions of {task_id}: {versions}')
+        found += _one_log(task_id, [event for _, event in log], tasks)
+    return found
+
+
+def _one_log(
+    task_id: str, log: list[StreamResponse], tasks: dict[str, Task]
+) -> Iterable[str]:
+    floor, ended, last = 0, None, None
+    for response in log:
+        kind = response.WhichOneof('payload')
+        event = getattr(response, kind)
+        metadata = dict(event.metadata)
+        token = int(metadata.get('token', 0))
+        if ended is not None:
+            yield (
+                f'5 (a terminal state never changes): {kind} of {task_id} '
+                f'after {_name(ended)}'
+            )
+        if kind != 'artifact_update':
+            last = event.status.state
+            if last in OVER:
+                ended = last
+        if 'a2a_lease' in metadata:
+            # From here on nothing of an older lease.
+            floor += 1
+        elif token and token < floor:
+            yield (
+                f'4 (fenced): token {token} wrote {kind} of {task_id} '
+                f'after token {floor} had taken over'
+            )
+        else:
+            floor = max(floor, token)
+    task = tasks.get(task_id)
+    if task is not None and last is not None and task.status.state != last:
+        yield (
+            f'6 (one outcome): {task_id} is {_name(task.status.state)}, its '
+            f'last event says {_name(last)}'
+        )
+
+
+async def _sessions(stage: Stage) -> list[str]:
+    found = []
+    victim = stage.scenario.victim
+    for session in await stage.cluster.leases.sessions():
+        number = stage.pids.get(int(session.label.rpartition(':')[2]))
+        dead = number in stage.dead or (number == victim and _deadly(stage))
+        if session.state is SessionState.FENCED and not dead:
+            found.append(
+                f'7 (the living are not declared dead): {session} is that of '
+                f'replica {number}'
+            )
+    return found
+
+
+def _runs(stage: Stage) -> Iterable[str]:
+    """Reads the log of the agents, in which the order is that of time."""
+    victim = stage.scenario.victim
+    under_way: dict[str, list[int]] = defaultdict(list)
+    deaths = len(stage.dead)
+    fault = stage.fault
+    if _deadly(stage) and fault is not None and fault.kind is not Kind.KILL:
+        deaths += 1
+    for line in stage.cluster.agent_log():
+        what, _, attempt = line['what'].partition(' ')
+        runs = under_way[line['task']]
+        if what == 'began':
+            for pid in runs:
+                number = stage.pids.get(pid)
+                if number in stage.dead or (
+                    number == victim and _deadly(stage)
+                ):
+                    continue
+                yield (
+                    f'8 (one turn at a time): {line["task"]} begins on '
+                    f'{line["replica"]} while it runs on replica {number}'
+                )
+            runs.append(line['pid'])
+            if int(attempt) > 1 + deaths:
+                yield (
+                    f'10 (attempts count crashes): attempt {attempt} of '
+                    f'{line["task"]} after {deaths} crashes'
+                )
+        elif what == 'ended':
+            runs.remove(line['pid'])
+
+
+def _rebuilt(heard: Heard) -> list[str]:
+    """Returns the parts of a task as a client puts them together."""
+    parts: list[str] = []
+    for event in heard.events:
+        if event.HasField('task'):
+            parts = _texts(event.task)
+        elif event.HasField('artifact_update'):
+            update = event.artifact_update
+            texts = [part.text for part in update.artifact.parts]
+            parts = parts + texts if update.append else texts
+    return parts
+
+
+def _paused_only(tasks: dict[str, Task]) -> bool:
+    """Whether nothing is there but what waits for its user."""
+    return all(task.status.state in PAUSED for task in tasks.values())
+
+
+def _streams(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
+    living = stage.living()
+    for client in stage.clients:
+        heard = client.heard
+        if client.replica not in living:
+            continue
+        who = f'the stream of {heard.task_id} on replica {client.replica}'
+        if (
+            heard.error is not None
+            and not heard.events
+            and (stage.fault is not None and stage.fault.kind not in DEADLY)
+        ):
+            # The request was refused before anything was stored of it.
+            if tasks and stage.scenario.outcomes and not _paused_only(tasks):
+                yield f'4 (streams go on): {who} was refused: {heard.error!r}'
+            continue
+        if heard.error is not None:
+            yield f'4 (streams go on): {who} broke: {heard.error!r}'
+            continue
+        task = tasks.get(heard.task_id)
+        if task is None:
+            continue
+        states = [_name(state) for state in heard.states]
+        if not states or heard.states[-1] != task.status.state:
+            yield (
+                f'4 (streams go on): {who} ended with {states}, the task is '
+                f'{_name(task.status.state)}'
+            )
+        if (parts := _rebuilt(heard)) != _texts(task):
+            yield (
+                f'4 (streams go on): {who} brought {parts}, the task has '
+                f'{_texts(task)}'
+            )
+
+
+async def _pushes(stage: Stage, tasks: dict[str, Task]) -> list[str]:
+    found = []
+    told: dict[str, list[int]] = defaultdict(list)
+    for event in stage.cluster.webhook.events:
+        if event.HasField('task'):
+            told[event.task.id].append(event.task.status.state)
+        elif event.HasField('status_update'):
+            update = event.status_update
+            told[update.task_id].append(update.status.state)
+    async with stage.cluster.engine.connect() as connection:
+        wanted = set(
+            await connection.scalars(
+                select(PushNotificationConfigModel.task_id)
+            )
+        )
+    if 'push_notification_configs' in stage.at() and (
+        stage.fault is not None and stage.fault.kind not in DEADLY
+    ):
+        # The SDK's sender passes over a push if it cannot read to whom.
+        return []
+    for task_id in wanted & set(tasks):
+        state = tasks[task_id].status.state
+        states = told[task_id]
+        if state not in states:
+            found.append(
+                f'6 (each webhook is told): {task_id} is {_name(state)}, its '
+                f'webhook heard {[_name(s) for s in states]}'
+            )
+        if others := (set(states) & OVER) - {state}:
+            found.append(
+                f'6 (one outcome): {task_id} is {_name(state)}, its webhook '
+                f'heard {[_name(s) for s in others]} too'
+            )
+    return found
+
+
+async def _owners(stage: Stage) -> list[str]:
+    async with stage.cluster.engine.connect() as connection:
+        rows = await connection.execute(select(TaskModel.id, TaskModel.owner))
+        return [
+            f'11 (owners stay owners): task {task_id} belongs to {owner!r}'
+            for task_id, owner in rows
+            if owner != 'ada'
+        ]
