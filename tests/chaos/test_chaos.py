@@ -25,15 +25,6 @@ if TYPE_CHECKING:
 SEED = int(os.environ.get('CHAOS_SEED') or random.randrange(10**9))
 
 
-@pytest.mark.parametrize('name', SCENARIOS)
-async def test_undisturbed_it_ends_as_it_should(
-    name: str, postgresql: Database, tmp_path: Path
-):
-    result = await play(SCENARIOS[name], None, postgresql, tmp_path)
-    assert not result.broken, result.logs
-    assert result.steps
-
-
 @pytest.mark.parametrize('number', range(2))
 async def test_whatever_goes_wrong_the_promises_hold(
     number: int, database: Database, tmp_path: Path

@@ -837,22 +837,11 @@ MUTANTS = [
     ),
     Mutant(
         'a stream goes on after what was saved but not shown',
-        'turns/turn.py',
-        '        self.saved = True\n\n    @property\n    def settled(self)',
-        '        self.saved = True\n        self.shown.version = version\n\n'
-        '    @property\n    def settled(self)',
+        'turns/following.py',
+        'version = self._turn.shown.version_of(self._last)',
+        'version = self._turn._own_version',
         CROSSING,
         only='sqlite and stuck',
-    ),
-    Mutant(
-        'a stream goes on after what a zombie read',
-        'turns/task_store.py',
-        '            hold.read(stored.version, terminal=terminal)\n',
-        '            hold.read(stored.version, terminal=terminal)\n'
-        '            if isinstance(hold, Turn):\n'
-        '                hold.shown.add(task_id, stored.version)\n',
-        CROSSING,
-        only='sqlite and zombie_reads',
     ),
     Mutant(
         'a stream waits for a turn that ended without a word',

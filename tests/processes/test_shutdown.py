@@ -122,6 +122,13 @@ async def test_an_agent_that_does_not_stop_is_not_handed_over_while_it_lives(
         cluster.terminate(0)
         # The one that stopped is handed over at once.
         await cluster.until_state(other.task_id, FAILED)
+
+        async def has_drained():
+            return 'agent ignores its cancellation. It is recovered' in (
+                cluster.replicas[0].log_tail()
+            )
+
+        await cluster.until(has_drained)
         task = await cluster.task(stubborn.task_id)
         assert task.status.state == WORKING
         lease = await cluster.leases.get('commanded', stubborn.task_id)

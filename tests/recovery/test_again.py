@@ -542,7 +542,7 @@ async def test_a_client_waits_for_a_task_that_is_yet_to_be_stored(
     class Hesitates(RecoveryPolicy):
         def decide(self, lease, task):
             # The client looks for the task several times meanwhile.
-            return RunAgain(after=0.5)
+            return RunAgain(after=1.5)
 
     async def script(desk: Desk, run: int) -> None:
         if run == 1:

@@ -433,11 +433,13 @@ async def test_a_webhook_does_not_hold_up_a_turn_that_runs_again(
     await stage.kill()
     await stage.until_began(2)
     task_id = stage.task_ids[0]
-    [ran] = [
+    ran = next(
         replica
         for replica in stage.replicas
         if replica.handler._push.is_sending(task_id)
-    ]
+    )
+    # What the turn says waits behind it.
+    await until(lambda: _true(ran.handler._push._sending[task_id] == 2))
     answers.set()
     assert (await sending).status.state == COMPLETED
     await stage.until_free()
@@ -476,45 +478,50 @@ async def test_a_hand_over_waits_for_no_stubborn_neighbour(stage: Stage):
 
 async def test_what_is_about_to_run_again_is_handed_over(stage: Stage):
     """Its replica shuts down between the takeover and the run."""
+    released = asyncio.Event()
 
     async def script(desk: Desk, run: int) -> None:
         await desk.task()
         await desk.status(WORKING)
-        if run == 1:
+        if desk.context.get_user_input() == 'stubborn':
+            await stubbornly(released)
+        elif stage.task_ids.count(desk.task_id) == 1:
             await forever()
         await desk.status(COMPLETED)
 
     await stage.open(script, size=1)
     first = stage[0]
+    settings = dataclasses.replace(AT_ONCE, stop_timeout=0.5)
     second = await stage.service.replica(
-        first.agent, settings=AT_ONCE, recovery=ReExecute()
+        first.agent, settings=settings, recovery=ReExecute()
     )
-    recovery = second.handler._recovery
+    # Its session lives on after the shutdown, with an agent that does too.
+    stubborn = asyncio.ensure_future(
+        second.handler.on_message_send(message('stubborn'), call())
+    )
+    stage.service.clients.append(stubborn)
+    await stage.until_began(1)
     reached = asyncio.Event()
 
     async def run_turn(turn, record):
         reached.set()
         await forever()
 
-    recovery._run_turn = run_turn
-    sending = spawn(stage)
-    await stage.until_state(WORKING)
+    second.handler._recovery._run_turn = run_turn
+    spawn(stage)
+    await stage.until_began(2)
     await first.handler.drain(timeout=0)
     await reached.wait()
-    settings = dataclasses.replace(AT_ONCE, stop_timeout=0.2)
-    second.handler.settings = settings
+    await second.handler.drain(timeout=0)
     third = await stage.service.replica(
         first.agent, settings=AT_ONCE, recovery=ReExecute()
     )
-    await second.handler.drain(timeout=0)
-    await stage.until_began(2)
 
     async def completed():
-        return await third.state(stage.task_ids[0]) == COMPLETED
+        return await third.state(stage.task_ids[1]) == COMPLETED
 
     await until(completed)
-    await asyncio.wait({sending})
-    sending.exception()
+    released.set()
 
 
 async def test_turns_that_are_delayed_count_among_those_that_run_again(

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
 
-_AGAIN = 1.0
-"""Seconds. SQLAlchemy closes the connection of a canceled call in order if it
-is given the time."""
+_AGAIN = 0.25
 
 
 async def stop(tasks: Iterable[asyncio.Future[Any]]) -> None:
