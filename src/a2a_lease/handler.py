@@ -365,7 +365,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         left = list(self._turns)
         for turn in left:
             turn.lose(Loss.HANDED_OVER)
-        await self._hand_over_as_they_stop(left, timeout=stop_timeout)
+        handed = await self._hand_over_as_they_stop(left, timeout=stop_timeout)
         undecided: dict[str, int] = {}
         if self._recovery is not None:
             undecided = await self._recovery.stop(timeout=stop_timeout)
@@ -385,12 +385,15 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         # Their session must live on while they do.
         try:
             await self._replica.hand_over(
-                undecided
-                | {
+                {
                     turn.lease.task_id: turn.lease.token
                     for turn in left
-                    if turn not in stuck and turn.loss is Loss.HANDED_OVER
+                    if turn not in handed
+                    and turn not in stuck
+                    and turn.loss is Loss.HANDED_OVER
                 }
+                # What was claimed has a newer token.
+                | undecided
             )
         except Exception:
             logger.exception(
@@ -407,8 +410,12 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
 
     async def _hand_over_as_they_stop(
         self, left: list[Turn], *, timeout: float
-    ) -> None:
-        """Waits for agents that were cancelled; none waits for the slowest."""
+    ) -> set[Turn]:
+        """Waits for agents that were cancelled; none waits for the slowest.
+
+        Returns:
+            What was handed over; nothing if all have stopped at once.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         handed: set[Turn] = set()
@@ -416,7 +423,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             if await self._turns.wait_until_empty(
                 timeout=min(self.settings.sweep_interval, remaining)
             ):
-                return
+                break
             here = set(self._turns)
             stopped = {
                 turn
@@ -435,6 +442,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                     raise
             else:
                 handed |= stopped
+        return handed
 
     async def aclose(self) -> None:
         """Drains, and closes what the SDK keeps for its tasks.

@@ -926,4 +926,12 @@ MUTANTS = [
         ('tests/turns/test_stopping.py',),
         only='',
     ),
+    Mutant(
+        'a replica takes back what it hands over',
+        'recovery/recovery.py',
+        'if self._turns.handing_over:',
+        'if False:',
+        CROSSING,
+        only='sqlite and takes_not_back',
+    ),
 ]

@@ -18,8 +18,15 @@ from a2a.types.a2a_pb2 import (
     TaskStatusUpdateEvent,
 )
 
-from a2a_lease import Fail, Leave, ReExecute, RecoveryPolicy, current_lease
-from a2a_lease.model import LeaseState
+from a2a_lease import (
+    Fail,
+    FailAbandoned,
+    Leave,
+    ReExecute,
+    RecoveryPolicy,
+    current_lease,
+)
+from a2a_lease.model import LeaseState, SessionState
 from support.inprocess import (
     CANCELED,
     COMPLETED,
@@ -448,8 +455,8 @@ async def test_a_webhook_does_not_hold_up_a_turn_that_runs_again(
     assert ran.pushes.sent[-3][1].metadata
 
 
-async def test_a_hand_over_waits_for_no_stubborn_neighbour(stage: Stage):
-    released = asyncio.Event()
+def _neighbours(stage: Stage, released: asyncio.Event) -> Any:
+    """A script: one ignores its cancellation, others end at their second run."""
 
     async def script(desk: Desk, run: int) -> None:
         await desk.task()
@@ -460,8 +467,14 @@ async def test_a_hand_over_waits_for_no_stubborn_neighbour(stage: Stage):
             await forever()
         await desk.status(COMPLETED)
 
+    return script
+
+
+async def test_a_hand_over_waits_for_no_stubborn_neighbour(stage: Stage):
+    released = asyncio.Event()
     await stage.open(
-        script, settings=dataclasses.replace(AT_ONCE, stop_timeout=60)
+        _neighbours(stage, released),
+        settings=dataclasses.replace(AT_ONCE, stop_timeout=60),
     )
     spawn(stage, message('stubborn'))
     await stage.until_began(1)
@@ -476,20 +489,38 @@ async def test_a_hand_over_waits_for_no_stubborn_neighbour(stage: Stage):
     await draining
 
 
+async def test_a_replica_takes_not_back_what_it_hands_over(stage: Stage):
+    """Its sweep goes on while it waits for an agent that does not stop."""
+    released = asyncio.Event()
+    await stage.open(
+        _neighbours(stage, released),
+        policy=FailAbandoned(),
+        settings=dataclasses.replace(AT_ONCE, stop_timeout=2),
+        size=1,
+    )
+    spawn(stage, message('stubborn'))
+    await stage.until_began(1)
+    spawn(stage, message('obedient'))
+    await stage.until_began(2)
+
+    async def works():
+        return await stage[0].state(stage.task_ids[1]) == WORKING
+
+    await until(works)
+    await stage.close()
+    lease = await stage[0].lease(stage.task_ids[1])
+    states = {s.id: s.state for s in await stage.service.leases.sessions()}
+    assert states[lease.session_id] is SessionState.CLOSED
+    assert lease.token == 1
+    assert await works()
+    released.set()
+    await stage[0].handler._replica.close(timeout=5)
+
+
 async def test_what_is_about_to_run_again_is_handed_over(stage: Stage):
     """Its replica shuts down between the takeover and the run."""
     released = asyncio.Event()
-
-    async def script(desk: Desk, run: int) -> None:
-        await desk.task()
-        await desk.status(WORKING)
-        if desk.context.get_user_input() == 'stubborn':
-            await stubbornly(released)
-        elif stage.task_ids.count(desk.task_id) == 1:
-            await forever()
-        await desk.status(COMPLETED)
-
-    await stage.open(script, size=1)
+    await stage.open(_neighbours(stage, released), size=1)
     first = stage[0]
     settings = dataclasses.replace(AT_ONCE, stop_timeout=0.5)
     second = await stage.service.replica(
@@ -522,6 +553,7 @@ async def test_what_is_about_to_run_again_is_handed_over(stage: Stage):
 
     await until(completed)
     released.set()
+    await second.handler._replica.close(timeout=5)
 
 
 async def test_turns_that_are_delayed_count_among_those_that_run_again(

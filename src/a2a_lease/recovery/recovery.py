@@ -239,6 +239,9 @@ class Recovery:
             return
         if self._clock.monotonic() < self._claims_at:
             return
+        if self._turns.handing_over:
+            # It would take back what it leaves to others.
+            return
         room = (
             self._settings.recovery_limit - len(self._working) + self._not_busy
         )
