@@ -290,6 +290,12 @@ async def test_an_acquire_that_landed_after_all_is_undone(
     )
     other = await service.replica(_finish)
     task = await replica.handler.on_message_send(message(), call())
+
+    async def free():
+        return (await other.lease(task.id)).session_id is None
+
+    # Its patience is for the acquire alone.
+    await until(free)
     sending = asyncio.ensure_future(
         replica.handler.on_message_send(message(task=task), call())
     )
@@ -310,9 +316,6 @@ async def test_an_acquire_that_landed_after_all_is_undone(
     leases.away = False
     if draining is not None:
         await draining
-
-    async def free():
-        return (await other.lease(task.id)).session_id is None
 
     await until(free)
     assert await other.state(task.id) == INPUT_REQUIRED
