@@ -228,7 +228,6 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         self._admission = Admission(
             turns=self._turns,
             replica=self._replica,
-            task_store=task_store,
             settings=self.settings,
             clock=self._clock,
             keeps_requests=self._policy.may_run_again,
@@ -532,7 +531,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             if (
                 not turn.sent_back
                 and turn.refusal is None
-                and (turn.loss is None)
+                and turn.loss is None
             ):
                 result = call.result()
                 if at_once or ends_stream(result):
@@ -873,11 +872,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                     f'replica takes over.'
                 )
             async with aclosing(
-                self._follow_turn(
-                    turn,
-                    context,
-                    after=turn.shown.version,
-                )
+                self._follow_turn(turn, context, after=turn.shown.version)
             ) as events:
                 async for _ in events:
                     pass
@@ -891,10 +886,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
     ) -> AsyncGenerator[Event, None]:
         task_id = turn.lease.task_id
         return self._follow(
-            task_id,
-            after,
-            context,
-            goes_on=lambda: self._turns.goes_on(task_id),
+            task_id, after, context, lambda: self._turns.goes_on(task_id)
         )
 
     def _follow(
@@ -902,7 +894,6 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         task_id: str,
         after: TaskVersion,
         context: ServerCallContext,
-        *,
         goes_on: Callable[[], Awaitable[bool]] | None = None,
     ) -> AsyncGenerator[Event, None]:
         return follow(

@@ -23,7 +23,7 @@ from chaos.stage import OVER, PAUSED
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from chaos.stage import Stage
+    from chaos.stage import Client, Stage
     from support.cluster import Heard
 
 
@@ -79,6 +79,9 @@ def _outcomes(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
     allowed = scenario.outcomes
     if _deadly(stage):
         allowed |= scenario.deadly
+    if any(_was_refused(stage, client) for client in stage.clients):
+        # The task that its message was for waits on.
+        allowed |= PAUSED
     for task in tasks.values():
         state = task.status.state
         if state not in allowed:
@@ -93,7 +96,7 @@ def _outcomes(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
         messages = [message.message_id for message in task.history]
         if len(messages) != len(set(messages)):
             yield f'9 (the same turn): a message is twice in {task.id}'
-        if scenario.name.endswith('again') and state in OVER:
+        if 're_execute' in scenario.config and state in OVER:
             numbers = [text.strip() for text in texts]
             if numbers != ['0', '1', '2']:
                 yield f'4 (fenced): task {task.id} counted {numbers}'
@@ -214,9 +217,21 @@ def _rebuilt(heard: Heard) -> list[str]:
     return parts
 
 
-def _paused_only(tasks: dict[str, Task]) -> bool:
-    """Whether nothing is there but what waits for its user."""
-    return all(task.status.state in PAUSED for task in tasks.values())
+def _is_disturbed(stage: Stage) -> bool:
+    """Whether the victim met an error, and lives."""
+    fault = stage.fault
+    return fault is not None and stage.reached and fault.kind not in DEADLY
+
+
+def _was_refused(stage: Stage, client: Client) -> bool:
+    """Whether a request met the error before its task was touched."""
+    heard = client.heard
+    return (
+        _is_disturbed(stage)
+        and client.replica == stage.scenario.victim
+        and heard.error is not None
+        and not heard.events
+    )
 
 
 def _streams(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
@@ -226,13 +241,9 @@ def _streams(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
         if client.replica not in living:
             continue
         who = f'the stream of {heard.task_id} on replica {client.replica}'
-        if (
-            heard.error is not None
-            and not heard.events
-            and (stage.fault is not None and stage.fault.kind not in DEADLY)
-        ):
-            # The request was refused before anything was stored of it.
-            if tasks and stage.scenario.outcomes and not _paused_only(tasks):
+        if _was_refused(stage, client):
+            # Nothing was stored of its request.
+            if not all(t.status.state in PAUSED for t in tasks.values()):
                 yield f'4 (streams go on): {who} was refused: {heard.error!r}'
             continue
         if heard.error is not None:
@@ -269,15 +280,14 @@ async def _pushes(stage: Stage, tasks: dict[str, Task]) -> list[str]:
                 select(PushNotificationConfigModel.task_id)
             )
         )
-    if 'push_notification_configs' in stage.at() and (
-        stage.fault is not None and stage.fault.kind not in DEADLY
-    ):
-        # The SDK's sender passes over a push if it cannot read to whom.
-        return []
+    # The SDK's sender passes over a push if it cannot read to whom.
+    passed_over = _is_disturbed(stage) and (
+        'push_notification_configs' in stage.at()
+    )
     for task_id in wanted & set(tasks):
         state = tasks[task_id].status.state
         states = told[task_id]
-        if state not in states:
+        if state not in states and not passed_over:
             found.append(
                 f'6 (each webhook is told): {task_id} is {_name(state)}, its '
                 f'webhook heard {[_name(s) for s in states]}'

@@ -107,8 +107,7 @@ async def _runs_again(stage: Stage) -> None:
     await subscriber.until(lambda heard: heard.events)
     stage.arm()
     stage.kill(0)
-    for number in range(1, 4):
-        stage.cluster.open_gate(f'go{number}')
+    stage.let_count(after=0)
 
 
 @_scenario(COMPLETED, deadly=(), victim=1, size=3, config=AGAIN)
@@ -118,14 +117,12 @@ async def _resumed_turn_runs_again(stage: Stage) -> None:
     await heard.until(lambda heard: heard.texts)
     stage.arm()
     stage.kill(0)
-    for number in range(1, 4):
-        stage.cluster.open_gate(f'go{number}')
+    stage.let_count(after=0)
 
 
 @_scenario(COMPLETED, deadly=(), config=AGAIN)
 async def _new_task_that_may_run_again(stage: Stage) -> None:
-    for number in range(4):
-        stage.cluster.open_gate(f'go{number}')
+    stage.let_count()
     stage.arm()
     await stage.stream(0, 'task; working; count 3 go; complete', push=True)
 
@@ -140,8 +137,7 @@ async def _hand_over(stage: Stage) -> None:
     if heard.task_id:
         await stage.subscribe(1, heard.task_id)
     stage.terminate(0)
-    for number in range(1, 4):
-        stage.cluster.open_gate(f'go{number}')
+    stage.let_count(after=0)
 
 
 @_scenario(FAILED)

@@ -182,6 +182,11 @@ class Stage:
 
         await self.until(holds)
 
+    def let_count(self, *, after: int = -1) -> None:
+        """Lets agents count on, but for one that waits at a number."""
+        for number in range(after + 1, 4):
+            self.cluster.open_gate(f'go{number}')
+
     # What is seen.
 
     @property

@@ -31,7 +31,7 @@ class Point:
     def __str__(self) -> str:
         """Returns the arguments that play it again."""
         fault = f' --fault {self.fault}' if self.fault else ''
-        return f'{self.database} {self.scenario.name}{fault}'
+        return f'{self.database} --scenario {self.scenario.name}{fault}'
 
 
 def faults(
@@ -76,7 +76,11 @@ class Walk:
         began = time.monotonic()
         for database in arguments.databases:
             for scenario in SCENARIOS.values():
-                if not any(w in scenario.name for w in arguments.scenario):
+                if not any(
+                    word == scenario.name
+                    or (word not in SCENARIOS and word in scenario.name)
+                    for word in arguments.scenario
+                ):
                     continue
                 await self._scenario(database, scenario)
         self._conclude(time.monotonic() - began)
@@ -171,7 +175,8 @@ def main() -> int:
         '--scenario',
         action='append',
         metavar='WORD',
-        help=f'those with the word in their name: {", ".join(SCENARIOS)}',
+        help='those with the word in their name, or of just that name: '
+        f'{", ".join(SCENARIOS)}',
     )
     parser.add_argument(
         '--kinds',

@@ -863,9 +863,8 @@ MUTANTS = [
     Mutant(
         'a run that never begins is tried for ever',
         'recovery/recovery.py',
-        '                await self._count_as_run(claim, turn, error)\n'
-        '                return 0.0',
-        '                raise',
+        '                await self._count_as_run(claim, turn, error)\n',
+        '                raise error\n',
         CROSSING,
         only='sqlite and never_begins',
     ),

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import sqlite3
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from starlette.routing import Route
 from a2a_lease import DatabaseLeaseStore
 from a2a_lease.demo.local_http import local_client
 from a2a_lease.demo.webserver import serving
+from support.databases import can_begin
 from support.forkserver import ForkedServer
 from support.inprocess import NamedUser
 
@@ -222,13 +222,7 @@ class Cluster:
     def _is_writable(self) -> bool:
         if self.database.kind != 'sqlite':
             return True
-        path = self.engine.url.database or ''
-        with contextlib.closing(sqlite3.connect(path, timeout=0.5)) as file:
-            try:
-                file.execute('BEGIN IMMEDIATE')
-            except sqlite3.OperationalError:
-                return False
-        return True
+        return can_begin(self.engine.url.database or '', 'IMMEDIATE')
 
     def go_on(self, number: int) -> None:
         self.replicas[number].send_signal(signal.SIGCONT)

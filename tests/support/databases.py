@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import sqlite3
 import subprocess
 import tempfile
 import time
@@ -148,6 +150,16 @@ class Database:
 
     def engine(self, **options: Any) -> AsyncEngine:
         return create_async_engine(self.url, **options)
+
+
+def can_begin(path: Path | str, kind: str) -> bool:
+    """Whether a transaction of some kind can begin on an SQLite file."""
+    with contextlib.closing(sqlite3.connect(path, timeout=0.5)) as file:
+        try:
+            file.execute(f'BEGIN {kind}')
+        except sqlite3.OperationalError:
+            return False
+    return True
 
 
 def make_database(kind: str, servers: Servers, folder: Path) -> Database:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import sqlite3
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from a2a_lease.turns.event_stream import LeasedEventStream
 from a2a_lease.turns.saving import always, read_through_outages
+from support.databases import can_begin
 from support.inprocess import call
 
 
@@ -72,14 +71,7 @@ async def test_a_canceled_call_keeps_no_file_locked(what: str, tmp_path: Path):
         await asyncio.wait({calling})
         # Whoever holds the task holds its traceback.
         kept.append(calling)
-        assert await asyncio.to_thread(_can_be_written, tmp_path / 'tasks.db')
+        assert await asyncio.to_thread(
+            can_begin, tmp_path / 'tasks.db', 'EXCLUSIVE'
+        )
     await engine.dispose()
-
-
-def _can_be_written(path: Path) -> bool:
-    with contextlib.closing(sqlite3.connect(path, timeout=1)) as file:
-        try:
-            file.execute('BEGIN EXCLUSIVE')
-        except sqlite3.OperationalError:
-            return False
-    return True

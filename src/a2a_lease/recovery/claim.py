@@ -43,18 +43,20 @@ class Claim(Hold):
         """Whether the turn had ended, without settling, in good order."""
         self.silence = silence
         """Seconds for which the replica was not heard of."""
-        self.attempts = lease.attempt
-        """How often the turn has run."""
-        if cause is not Cause.REPLICA_CLOSED:
-            # The lease counts the next one already.
-            self.attempts = max(1, lease.attempt - 1)
         self.from_session = from_session
+
+    @property
+    def attempts(self) -> int:
+        """How often the turn has run."""
+        if self.cause is Cause.REPLICA_CLOSED:
+            return self.lease.attempt
+        # The lease counts the next one already.
+        return max(1, self.lease.attempt - 1)
 
     def failed_to_begin(self, lease: TaskLease) -> None:
         """Goes on with the next attempt: the last one came to nothing."""
         self.hold(lease, self.session)
         self.cause = Cause.TURN_DIED
-        self.attempts = max(1, lease.attempt - 1)
         self.from_session = self.session.id
         self.silence = 0.0
         self.waited = False

@@ -606,21 +606,19 @@ class Recovery:
             )
             # From here on the turn lets the lease go.
             self._claims.discard(claim)
+            error: Exception = LeaseError('The turn did not begin.')
             try:
                 with self._letting_others_work():
                     await self._run_turn(turn, record)
-            except Exception as error:
+            except Exception as raised:
                 if turn.agent is not None:
                     raise
-                await self._count_as_run(claim, turn, error)
-                return 0.0
+                error = raised
             finally:
                 if turn.agent is None:
                     self._claims.add(claim)
             if turn.agent is None:
-                await self._count_as_run(
-                    claim, turn, LeaseError('The turn did not begin.')
-                )
+                await self._count_as_run(claim, turn, error)
                 return 0.0
         return None
 

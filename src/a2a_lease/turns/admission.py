@@ -9,10 +9,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from a2a.server.agent_execution import RequestContextBuilder
-from a2a.utils.errors import (
-    InternalError,
-    UnsupportedOperationError,
-)
+from a2a.utils.errors import InternalError, UnsupportedOperationError
 
 from a2a_lease.errors import (
     LeaseConfigurationError,
@@ -29,7 +26,6 @@ from a2a_lease.turns.turn import Turn
 
 if TYPE_CHECKING:
     from a2a.server.agent_execution import RequestContext
-    from a2a.server.cluster import VersionedTaskStore
     from a2a.server.context import ServerCallContext
     from a2a.types.a2a_pb2 import SendMessageRequest, Task
 
@@ -55,7 +51,6 @@ class Admission:
         *,
         turns: Turns,
         replica: Replica,
-        task_store: VersionedTaskStore,
         settings: LeaseSettings,
         clock: Clock,
         keeps_requests: bool,
@@ -63,7 +58,6 @@ class Admission:
         self._keeps_requests = keeps_requests
         self._turns = turns
         self._replica = replica
-        self._task_store = task_store
         self._settings = settings
         self._clock = clock
         self.closed = False

@@ -145,21 +145,21 @@ def _changes(task: Task, known: Task, asked: Message) -> list[Event]:
         )
         for artifact in task.artifacts
     ]
-    if task.status.state not in _JUST_CREATED:
-        last = TaskStatusUpdateEvent(
-            task_id=task.id, context_id=task.context_id, status=task.status
+    status = task.status
+    if status.state in _JUST_CREATED:
+        is_new = status.HasField('message') and not _is_among(
+            status.message, said
         )
-        last.metadata.CopyFrom(task.metadata)
-        events.append(last)
-        return events
-    message = task.status.message if task.status.HasField('message') else None
-    if message is not None and _is_among(message, said):
-        message = None
-    if message is not None or task.HasField('metadata'):
+        if not is_new and not task.HasField('metadata'):
+            return events
         # It was created before, and is not SUBMITTED again.
-        last = _working(task, message)
-        last.metadata.CopyFrom(task.metadata)
-        events.append(last)
+        last = _working(task, status.message if is_new else None)
+    else:
+        last = TaskStatusUpdateEvent(
+            task_id=task.id, context_id=task.context_id, status=status
+        )
+    last.metadata.CopyFrom(task.metadata)
+    events.append(last)
     return events
 
 
