@@ -37,6 +37,7 @@ from a2a.utils.task import apply_history_length
 from sqlalchemy.exc import DBAPIError
 
 from a2a_lease.errors import LeaseConfigurationError, LeaseError
+from a2a_lease.outage import pauses
 from a2a_lease.recovery.policy import FailAbandoned, RecoveryPolicy
 from a2a_lease.recovery.recovery import Recovery
 from a2a_lease.replica.clock import SYSTEM_CLOCK
@@ -53,7 +54,6 @@ from a2a_lease.turns.executor import LeasedExecutor
 from a2a_lease.turns.following import LocalStream, ends_stream, follow
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import is_terminal, lease_settled
-from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.push_sender import LeasedPushSender, outcome_event
 from a2a_lease.turns.running import Turns
 from a2a_lease.turns.stopping import stop
@@ -434,11 +434,11 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             }
             try:
                 await self._replica.hand_over(
-                    {t.lease.task_id: t.lease.token for t in stopped}
+                    {t.lease.task_id: t.lease.token for t in stopped},
+                    timeout=remaining,
                 )
-            except Exception as error:
-                if not is_outage(error):
-                    raise
+            except Exception:
+                logger.debug('They are left for later.', exc_info=True)
             else:
                 handed |= stopped
         return handed

@@ -160,7 +160,9 @@ class _Steps:
     def __init__(
         self, fault: Fault | None, folder: Path, seconds: float
     ) -> None:
-        self._fault = fault
+        # It comes once, though the process may have to be started again.
+        is_over = (folder / 'reached').exists()
+        self._fault = None if is_over else fault
         self._folder = folder
         self._seconds = seconds
         self._numbers: Counter[str] = Counter()

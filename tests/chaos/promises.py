@@ -63,9 +63,15 @@ def _deadly(stage: Stage) -> bool:
     fault = stage.fault
     if fault is None or not stage.reached:
         return False
-    return fault.kind in DEADLY or (
-        # A transaction of the heartbeat that does not end keeps its row.
-        fault.kind is Kind.STALL and fault.thread == 'beat'
+    if fault.kind in DEADLY:
+        return True
+    # A transaction of the heartbeat that does not end keeps its row.
+    if fault.kind is Kind.STALL and fault.thread == 'beat':
+        return True
+    # A replica that leaves ends before it can say so.
+    return (
+        fault.kind in (Kind.STALL, Kind.FREEZE)
+        and stage.scenario.victim in stage.leaving
     )
 
 

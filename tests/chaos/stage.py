@@ -13,6 +13,7 @@ from a2a.types.a2a_pb2 import (
     TaskState,
 )
 from sqlalchemy import inspect, select, text
+from sqlalchemy.exc import DBAPIError
 
 from a2a_lease.model import SessionState
 from chaos.faults import DEADLY, Fault, Kind
@@ -22,6 +23,8 @@ from support.cluster import Cluster, Heard
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
+
+    from sqlalchemy.ext.asyncio import AsyncConnection
 
     from chaos.scenarios import Scenario
     from support.databases import Database
@@ -73,6 +76,8 @@ class Stage:
     """Replicas that were killed, by the scenario or by the fault."""
     leaving: set[int] = field(default_factory=set)
     """Replicas that were told to end."""
+    failed: set[int] = field(default_factory=set)
+    """Replicas that ended as they started."""
     pids: dict[int, int] = field(default_factory=dict)
     """Which process was which replica."""
     refused: list[str] = field(default_factory=list)
@@ -144,7 +149,11 @@ class Stage:
             self.cluster.terminate(replica)
 
     async def start(self, replica: int) -> None:
-        """Starts a replica, and waits until it serves or has its fault."""
+        """Starts a replica, and waits until it serves or is dead.
+
+        One that meets an error as it starts ends with it, and is started
+        again, as an orchestrator does.
+        """
         server = self.cluster.replicas[replica]
         server.start()
         self.note_pids()
@@ -154,6 +163,11 @@ class Stage:
                 await asyncio.wait({ready}, timeout=0.05)
         finally:
             ready.cancel()
+        if ready.done() and ready.exception() is not None:
+            if replica in self.failed or replica != self.scenario.victim:
+                await ready
+            self.failed.add(replica)
+            await self.start(replica)
 
     def _is_out(self, replica: int) -> bool:
         return (
@@ -330,10 +344,7 @@ class Stage:
                 lambda sync: inspect(sync).get_table_names()
             )
             if self.database.kind == 'postgresql':
-                for name in names:
-                    await connection.execute(
-                        text(f'LOCK TABLE {name} IN SHARE MODE')
-                    )
+                await self._lock(connection, names)
             elif self.database.kind == 'mariadb':
                 locks = ', '.join(f'{name} READ' for name in names)
                 await connection.execute(text(f'LOCK TABLES {locks}'))
@@ -348,6 +359,18 @@ class Stage:
             elif self.database.kind == 'sqlite':
                 raw = await connection.get_raw_connection()
                 await raw.driver_connection.rollback()
+
+    async def _lock(
+        self, connection: AsyncConnection, names: list[str]
+    ) -> None:
+        locks = f'LOCK TABLE {", ".join(names)} IN SHARE MODE'
+        while True:
+            try:
+                await connection.execute(text(locks))
+            except DBAPIError:  # A deadlock with who writes.
+                await connection.rollback()
+            else:
+                return
 
     async def _unsettled(self) -> str:
         """Says what is still under way, or ''."""

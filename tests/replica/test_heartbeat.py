@@ -324,7 +324,7 @@ async def test_a_cancel_is_told_within_a_beat(store, start):
     assert lease.state is LeaseState.RUNNING
 
 
-async def test_closing_is_bounded_when_the_database_hangs(store):
+async def test_closing_is_bounded_when_the_database_hangs(store, caplog):
     troubled = Troubled(store)
     replica = Replica(troubled, SETTINGS, SERVICE, listener=Ears())
     await replica.start()
@@ -341,6 +341,56 @@ async def test_closing_is_bounded_when_the_database_hangs(store):
     async with asyncio.timeout(20):
         await replica.close(timeout=0.2)
     release.set()
+    assert 'gave no answer for 0.2 s' in caplog.text
+
+
+async def test_a_session_is_closed_though_the_database_stumbles(store):
+    """Others would wait for the time to live, and count an attempt."""
+    troubled = Troubled(store)
+    replica = Replica(troubled, SETTINGS, SERVICE, listener=Ears())
+    await replica.start()
+    session = replica.session
+    left = 3
+
+    async def stumble():
+        nonlocal left
+        left -= 1
+        if left:
+            raise OSError('connection lost')
+
+    troubled.state['trouble']['close_session'] = stumble
+    await replica.close(timeout=10)
+    assert await state_of(store, session.id) is SessionState.CLOSED
+
+
+async def test_a_hand_over_lands_though_the_database_stumbles(store, start):
+    troubled = Troubled(store)
+    replica = await start(troubled)
+    lease = await acquire(store, replica.session.id)
+    left = 3
+
+    async def stumble():
+        nonlocal left
+        left -= 1
+        if left:
+            raise OSError('connection lost')
+
+    troubled.state['trouble']['hand_over'] = stumble
+    await replica.hand_over({lease.task_id: lease.token}, timeout=10)
+    handed = await store.get(SERVICE, lease.task_id)
+    assert await state_of(store, handed.session_id) is SessionState.CLOSED
+
+
+async def test_a_hand_over_that_cannot_land_is_told(store, start):
+    troubled = Troubled(store)
+    replica = await start(troubled)
+
+    async def fail():
+        raise OSError('connection lost')
+
+    troubled.state['trouble']['hand_over'] = fail
+    with pytest.raises(OSError, match='connection lost'):
+        await replica.hand_over({'task': 1}, timeout=0.1)
 
 
 async def test_a_fork_takes_no_heartbeat_along(database):

@@ -18,8 +18,9 @@ from a2a.types.a2a_pb2 import (
 )
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from a2a_lease.turns.outage import is_outage
+from a2a_lease.outage import is_outage
 from support.inprocess import (
     COMPLETED,
     FAILED,
@@ -309,6 +310,37 @@ class _PgError(Exception):
 )
 def test_an_outage_is_told_from_an_error_that_stays(error, passes):
     assert is_outage(error) is passes
+
+
+@pytest.mark.parametrize(
+    ('sqlstate', 'number', 'passes'),
+    [
+        ('HY000', 1290, True),  # Read-only.
+        ('HY000', 1836, True),  # Read-only, by another name.
+        ('HY000', 1205, True),  # A lock timeout.
+        ('40001', 1213, True),  # A deadlock.
+        ('70100', 1927, True),  # Killed.
+        ('HY000', 1366, False),  # A wrong value.
+        ('42S02', 1146, False),  # No such table.
+    ],
+)
+async def test_an_outage_is_told_by_the_number_of_mysql(
+    database: Database, sqlstate, number, passes
+):
+    """Its state is a general one for most."""
+    if database.kind != 'mariadb':
+        return
+    engine = create_async_engine(database.url)
+    with pytest.raises(DBAPIError) as raised:
+        async with engine.connect() as connection:
+            await connection.execute(
+                text(
+                    f"SIGNAL SQLSTATE '{sqlstate}' SET MYSQL_ERRNO = {number}, "
+                    f"MESSAGE_TEXT = 'as the server says it'"
+                )
+            )
+    await engine.dispose()
+    assert is_outage(raised.value) is passes
 
 
 async def test_a_stream_can_be_ended_though_its_driver_hides_the_cancel():

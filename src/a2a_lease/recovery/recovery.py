@@ -21,6 +21,7 @@ from a2a_lease.errors import (
     SessionEndedError,
 )
 from a2a_lease.model import LeaseRequest, LeaseState
+from a2a_lease.outage import is_outage, pauses
 from a2a_lease.recovery.claim import Claim
 from a2a_lease.recovery.outcome import Cause, failed_event, running_event
 from a2a_lease.recovery.policy import Fail, Leave, RunAgain
@@ -28,7 +29,6 @@ from a2a_lease.recovery.room import Room
 from a2a_lease.turns.call_context import with_hold
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import is_terminal, lease_settled, rests
-from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.push_sender import outcome_event
 from a2a_lease.turns.record import TurnRecord
 from a2a_lease.turns.stopping import stop
@@ -164,9 +164,7 @@ class Recovery:
             return
         try:
             await self._replica.hand_over(_tokens(waiting.values()))
-        except Exception as error:
-            if not is_outage(error):
-                raise
+        except Exception as error:  # noqa: BLE001 - the shutdown goes on
             logger.warning(
                 'What waits here is left to others when the session is '
                 'closed: %s',

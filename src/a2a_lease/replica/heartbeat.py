@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from a2a_lease.errors import LeaseError
+from a2a_lease.outage import insist
 from a2a_lease.replica.session import LiveSession
 from a2a_lease.replica.watcher import Watcher
 
@@ -304,7 +305,12 @@ class Heartbeat:
         if session is not None:
             session.ended = True
             try:
-                await self._bounded(self._store.close_session(session.id))
+                await insist(
+                    lambda: self._bounded(
+                        self._store.close_session(session.id)
+                    ),
+                    timeout=self._settings.stop_timeout,
+                )
             except Exception as error:  # noqa: BLE001 - others wait for the TTL
                 logger.warning(
                     'Session %s could not be closed; others take over after '

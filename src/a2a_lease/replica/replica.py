@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import uuid
 from typing import TYPE_CHECKING
 
 from a2a_lease.errors import LeaseError
+from a2a_lease.outage import insist
 from a2a_lease.replica.clock import SYSTEM_CLOCK
 from a2a_lease.replica.heartbeat import Heartbeat, start_thread
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from a2a_lease.settings import LeaseSettings
     from a2a_lease.stores.lease_store import LeaseStore
 
+
+logger = logging.getLogger(__name__)
 
 _inherited: list[object] = []
 """What a forked child got from its parent. It is kept, since letting it go
@@ -138,11 +142,27 @@ class Replica:
                 'database or shuts down.'
             ) from None
 
-    async def hand_over(self, tokens: Mapping[str, int]) -> None:
-        """Leaves leases to others while this replica's session lives on."""
+    async def hand_over(
+        self, tokens: Mapping[str, int], *, timeout: float | None = None
+    ) -> None:
+        """Leaves leases to others while this replica's session lives on.
+
+        Args:
+            tokens: The leases by task id.
+            timeout: Seconds for which it is tried; `stop_timeout` if None.
+
+        Raises:
+            Exception: What the store said in the end.
+        """
         if tokens:
-            await self._store.hand_over(
-                self._service, tokens, session_id=uuid.uuid4().hex
+            session_id = uuid.uuid4().hex
+            await insist(
+                lambda: self._store.hand_over(
+                    self._service, tokens, session_id=session_id
+                ),
+                timeout=self._settings.stop_timeout
+                if timeout is None
+                else timeout,
             )
 
     async def close(self, *, timeout: float) -> None:
@@ -157,4 +177,11 @@ class Replica:
         await asyncio.get_running_loop().run_in_executor(
             None, self._thread.join, timeout
         )
+        if self._thread.is_alive():
+            logger.warning(
+                'The database gave no answer for %g s; if the session stays '
+                'open, others take over after its time to live of %g s.',
+                timeout,
+                self._settings.ttl,
+            )
         self._heartbeat = self._thread = None

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         Sequence,
     )
 
-    from sqlalchemy import ColumnElement, Row
+    from sqlalchemy import ColumnElement, Insert, Row
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
     from a2a_lease.model import LeaseRequest
@@ -218,26 +218,29 @@ class DatabaseLeaseStore(LeaseStore):
         self, *, session_id: str, service: str, ttl: float, label: str
     ) -> None:
         """Records a new session as open."""
-        now = self._dialect.now
-        values = {
-            'id': _key(session_id, 'session id'),
-            'service': _key(service, 'service'),
-            'state': SessionState.OPEN.value,
-            'done': False,
-            'beat': 0,
-            'notices': 0,
-            'ttl': ttl,
-            'label': _printable(label)[:LONGEST_ID],
-            'started_at': now,
-            'renewed_at': now,
-        }
+        opening = self._opening(session_id, service, ttl, label)
         await self.initialize()
         try:
-            await self._transaction(
-                lambda c: c.execute(insert(self._sessions).values(values))
-            )
+            await self._transaction(lambda c: c.execute(opening))
         except IntegrityError:
             logger.debug('Session %s was opened already.', session_id)
+
+    def _opening(
+        self, session_id: str, service: str, ttl: float, label: str
+    ) -> Insert:
+        now = self._dialect.now
+        return insert(self._sessions).values(
+            id=_key(session_id, 'session id'),
+            service=_key(service, 'service'),
+            state=SessionState.OPEN.value,
+            done=False,
+            beat=0,
+            notices=0,
+            ttl=ttl,
+            label=_printable(label)[:LONGEST_ID],
+            started_at=now,
+            renewed_at=now,
+        )
 
     async def renew(self, session_id: str) -> Renewal | None:
         """Beats: one update by primary key."""
@@ -627,28 +630,29 @@ class DatabaseLeaseStore(LeaseStore):
         self, service: str, tokens: Mapping[str, int]
     ) -> None:
         """Notes of many leases at once that their tasks were stored."""
-        await self._update_each(service, tokens, {'task_stored': True})
+        await self._transaction(
+            lambda connection: self._update_each(
+                connection, service, tokens, {'task_stored': True}
+            )
+        )
 
     async def _update_each(
         self,
+        connection: AsyncConnection,
         service: str,
         tokens: Mapping[str, int],
         values: dict[str, Any],
         *conditions: ColumnElement[bool],
     ) -> None:
-        async def work(connection: AsyncConnection) -> None:
-            # By primary key, in one order, so that two cannot deadlock.
-            for task_id in sorted(tokens):
-                await connection.execute(
-                    update(self._leases)
-                    .where(
-                        self._with(service, task_id, tokens[task_id]),
-                        *conditions,
-                    )
-                    .values(values)
+        # By primary key, in one order, so that two cannot deadlock.
+        for task_id in sorted(tokens):
+            await connection.execute(
+                update(self._leases)
+                .where(
+                    self._with(service, task_id, tokens[task_id]), *conditions
                 )
-
-        await self._transaction(work)
+                .values(values)
+            )
 
     async def request_cancel(self, service: str, task_id: str) -> bool:
         """Tells the holder of a lease that its task was canceled."""
@@ -837,17 +841,26 @@ class DatabaseLeaseStore(LeaseStore):
         self, service: str, tokens: Mapping[str, int], *, session_id: str
     ) -> None:
         """Leaves leases to others while their session lives on."""
-        await self.open_session(
-            session_id=session_id, service=service, ttl=0.0, label='hand-over'
-        )
-        # A free lease is nobody's; its session would never be forgotten.
-        await self._update_each(
-            service,
-            tokens,
-            {'session_id': session_id},
-            self._leases.c.session_id.is_not(None),
-        )
-        await self.close_session(session_id)
+        now = self._dialect.now
+        opening = self._opening(
+            session_id, service, ttl=0.0, label='hand-over'
+        ).values(state=SessionState.CLOSED.value, ended_at=now)
+
+        async def work(connection: AsyncConnection) -> None:
+            await connection.execute(opening)
+            # A free lease is nobody's; its session would never be forgotten.
+            await self._update_each(
+                connection,
+                service,
+                tokens,
+                {'session_id': session_id},
+                self._leases.c.session_id.is_not(None),
+            )
+
+        try:
+            await self._transaction(work)
+        except IntegrityError:
+            logger.debug('Hand-over %s had landed already.', session_id)
 
     # For people
 

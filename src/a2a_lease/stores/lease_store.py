@@ -294,8 +294,8 @@ class LeaseStore(ABC):
     ) -> None:
         """Leaves leases to others while their session lives on.
 
-        They are put under a new session that is closed already. A free lease
-        stays nobody's.
+        They are put under a new session that is closed already, all or none,
+        and the same call again is harmless. A free lease stays nobody's.
 
         Args:
             service: The service of the leases.

@@ -60,23 +60,28 @@ class InMemoryLeaseStore(LeaseStore):
         self, *, session_id: str, service: str, ttl: float, label: str
     ) -> None:
         """Records a new session as open."""
-        now = datetime.now(UTC)
         with self._lock:
-            self._sessions.setdefault(
-                session_id,
-                Session(
-                    id=session_id,
-                    service=service,
-                    state=SessionState.OPEN,
-                    beat=0,
-                    ttl=ttl,
-                    label=label,
-                    started_at=now,
-                    renewed_at=now,
-                    expires_at=now + timedelta(seconds=ttl),
-                ),
-            )
-            self._notices.setdefault(session_id, 0)
+            self._open(session_id, service, ttl, label)
+
+    def _open(
+        self, session_id: str, service: str, ttl: float, label: str
+    ) -> None:
+        now = datetime.now(UTC)
+        self._sessions.setdefault(
+            session_id,
+            Session(
+                id=session_id,
+                service=service,
+                state=SessionState.OPEN,
+                beat=0,
+                ttl=ttl,
+                label=label,
+                started_at=now,
+                renewed_at=now,
+                expires_at=now + timedelta(seconds=ttl),
+            ),
+        )
+        self._notices.setdefault(session_id, 0)
 
     async def renew(self, session_id: str) -> Renewal | None:
         """Beats."""
@@ -421,10 +426,8 @@ class InMemoryLeaseStore(LeaseStore):
         self, service: str, tokens: Mapping[str, int], *, session_id: str
     ) -> None:
         """Leaves leases to others while their session lives on."""
-        await self.open_session(
-            session_id=session_id, service=service, ttl=0.0, label='hand-over'
-        )
         with self._lock:
+            self._open(session_id, service, ttl=0.0, label='hand-over')
             for task_id, token in tokens.items():
                 lease = self._held_with(service, task_id, token)
                 if lease is not None and lease.session_id is not None:

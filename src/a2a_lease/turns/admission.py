@@ -17,9 +17,9 @@ from a2a_lease.errors import (
     SessionEndedError,
 )
 from a2a_lease.model import LeaseRequest, LeaseState
+from a2a_lease.outage import is_outage, pauses
 from a2a_lease.turns.call_context import hold_of
 from a2a_lease.turns.marks import mark_of
-from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.record import TurnRecord
 from a2a_lease.turns.turn import Turn
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from a2a.server.cluster import TaskEventStream
 from a2a.types.a2a_pb2 import Task
 
+from a2a_lease.outage import is_outage, pauses
 from a2a_lease.turns.marks import INTERRUPTED
-from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.stopping import letting_go
 
 

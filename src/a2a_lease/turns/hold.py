@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from a2a.server.cluster import ConcurrentTaskModificationError, TaskVersion
 
 from a2a_lease.model import LeaseState
-from a2a_lease.turns.outage import is_outage, pauses
+from a2a_lease.outage import is_outage, pauses
 
 
 if TYPE_CHECKING:

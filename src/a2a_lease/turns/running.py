@@ -13,9 +13,9 @@ from a2a.types.a2a_pb2 import Task, TaskState
 
 from a2a_lease.errors import LeaseConflictError, SessionEndedError
 from a2a_lease.model import LeaseState
+from a2a_lease.outage import is_outage, pauses
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import was_interrupted
-from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.push_sender import outcome_event
 from a2a_lease.turns.saving import always, read_through_outages
 from a2a_lease.turns.turn import Ending, Turn

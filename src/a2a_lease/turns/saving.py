@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from a2a.server.cluster import ConcurrentTaskModificationError
 from google.protobuf.json_format import MessageToDict
 
-from a2a_lease.turns.outage import is_outage, pauses
+from a2a_lease.outage import is_outage, pauses
 from a2a_lease.turns.stopping import letting_go
 
 

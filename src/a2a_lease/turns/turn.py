@@ -13,6 +13,7 @@ from a2a.types.a2a_pb2 import Message, Task, TaskStatus
 
 from a2a_lease.errors import LeaseLostError
 from a2a_lease.model import LeaseState
+from a2a_lease.outage import is_outage, pauses
 from a2a_lease.turns.hold import Hold, Loss
 from a2a_lease.turns.marks import (
     INTERRUPTED,
@@ -20,7 +21,6 @@ from a2a_lease.turns.marks import (
     has_settled,
     was_interrupted,
 )
-from a2a_lease.turns.outage import is_outage, pauses
 from a2a_lease.turns.shown import Shown
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import time
 from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import DBAPIError, DisconnectionError
@@ -11,8 +13,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
+
+logger = logging.getLogger(__name__)
 
 _OUTAGE_SQLSTATES = ('08', '40', '53', '55', '57', '58', '25P')
 """PostgreSQL classes: connection, rollback, resources, object in use, operator,
@@ -84,15 +88,16 @@ def is_outage(error: BaseException) -> bool:
     }
     if not kinds & _DRIVER_ERRORS:
         return False
+    # MySQL's own number first: it calls most of these HY000, a general error.
+    code = original.args[0] if original.args else None
+    if isinstance(code, int):
+        return code in _OUTAGE_MYSQL
     sqlstate = str(getattr(original, 'sqlstate', None) or '')
     if sqlstate:
         return (
             sqlstate.startswith(_OUTAGE_SQLSTATES)
             or sqlstate == _READ_ONLY_SQLSTATE
         )
-    code = original.args[0] if original.args else None
-    if isinstance(code, int):
-        return code in _OUTAGE_MYSQL
     if 'OperationalError' in kinds:
         return not any(mark in str(original) for mark in _LASTING_SQLITE)
     return 'InterfaceError' in kinds
@@ -104,3 +109,28 @@ def pauses(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
     while True:
         yield pause * random.uniform(0.75, 1.25)  # noqa: S311
         pause = min(longest, pause * 1.6)
+
+
+async def insist(
+    call: Callable[[], Awaitable[object]], *, timeout: float
+) -> None:
+    """Makes a call until it passes, for what has no second chance.
+
+    Args:
+        call: Harmless if it is made again after it landed.
+        timeout: Seconds after which it is not tried again.
+
+    Raises:
+        Exception: What the last try raised.
+    """
+    until = time.monotonic() + timeout
+    for pause in pauses():
+        try:
+            await call()
+        except Exception as error:
+            if time.monotonic() + pause >= until:
+                raise
+            logger.info('It is tried again: %s', error or type(error).__name__)
+        else:
+            return
+        await asyncio.sleep(pause)
