@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sqlalchemy.exc import DBAPIError
+
 from chaos.promises import broken
 from chaos.stage import Stage
 
@@ -50,7 +52,7 @@ async def play(
             result.broken = await broken(stage)
             if result.broken:
                 result.logs = await _told(stage)
-    except TimeoutError as error:
+    except* (TimeoutError, DBAPIError) as error:
         result.broken = [f'The scenario does not come to its end: {error!r}']
         result.logs = '\n'.join(
             f'--- {replica.name}\n{replica.log_tail(80)}'

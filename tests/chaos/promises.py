@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from a2a.server.models import (
@@ -36,7 +36,7 @@ async def broken(stage: Stage) -> list[str]:
             tasks[task_id] = task
     return [
         *_nothing_is_left_behind(stage),
-        *_outcomes(stage, tasks),
+        *await _outcomes(stage, tasks),
         *await _events(stage, tasks),
         *await _sessions(stage),
         *_runs(stage),
@@ -80,32 +80,45 @@ def _nothing_is_left_behind(stage: Stage) -> Iterable[str]:
         yield f'1 (nothing is left behind): {stage.unsettled}'
 
 
-def _outcomes(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
-    scenario = stage.scenario
-    allowed = scenario.outcomes
-    if _deadly(stage):
-        allowed |= scenario.deadly
-    if any(_was_refused(stage, client) for client in stage.clients):
-        # The task that its message was for waits on.
-        allowed |= PAUSED
+async def _outcomes(stage: Stage, tasks: dict[str, Task]) -> list[str]:
+    found = []
+    begun = Counter(
+        line['task']
+        for line in stage.cluster.agent_log()
+        if line['what'].startswith('began')
+    )
     for task in tasks.values():
-        state = task.status.state
-        if state not in allowed:
-            yield (
-                f'6 (one outcome): task {task.id} is {_name(state)} with '
-                f'{_plain(task.metadata)}, and may be '
-                f'{sorted(map(_name, allowed))}'
-            )
-        texts = _texts(task)
-        if len(texts) != len(set(texts)):
-            yield f'4 (fenced): task {task.id} has parts twice: {texts}'
-        messages = [message.message_id for message in task.history]
-        if len(messages) != len(set(messages)):
-            yield f'9 (the same turn): a message is twice in {task.id}'
-        if 're_execute' in scenario.config and state in OVER:
-            numbers = [text.strip() for text in texts]
-            if numbers != ['0', '1', '2']:
-                yield f'4 (fenced): task {task.id} counted {numbers}'
+        allowed = stage.scenario.outcomes
+        if _deadly(stage):
+            allowed |= stage.scenario.deadly
+        lease = await stage.cluster.leases.get('commanded', task.id)
+        if lease is not None and lease.token == begun[task.id]:
+            # Its answer met the fault before anything was stored of it.
+            allowed |= PAUSED
+        found += _one_outcome(stage, task, allowed)
+    return found
+
+
+def _one_outcome(
+    stage: Stage, task: Task, allowed: frozenset[int]
+) -> Iterable[str]:
+    state = task.status.state
+    if state not in allowed:
+        yield (
+            f'6 (one outcome): task {task.id} is {_name(state)} with '
+            f'{_plain(task.metadata)}, and may be '
+            f'{sorted(map(_name, allowed))}'
+        )
+    texts = _texts(task)
+    if len(texts) != len(set(texts)):
+        yield f'4 (fenced): task {task.id} has parts twice: {texts}'
+    messages = [message.message_id for message in task.history]
+    if len(messages) != len(set(messages)):
+        yield f'9 (the same turn): a message is twice in {task.id}'
+    if 're_execute' in stage.scenario.config and state in OVER:
+        numbers = [text.strip() for text in texts]
+        if numbers != ['0', '1', '2']:
+            yield f'4 (fenced): task {task.id} counted {numbers}'
 
 
 async def _events(stage: Stage, tasks: dict[str, Task]) -> list[str]:

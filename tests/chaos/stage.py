@@ -76,8 +76,6 @@ class Stage:
     """Replicas that were killed, by the scenario or by the fault."""
     leaving: set[int] = field(default_factory=set)
     """Replicas that were told to end."""
-    failed: set[int] = field(default_factory=set)
-    """Replicas that ended as they started."""
     pids: dict[int, int] = field(default_factory=dict)
     """Which process was which replica."""
     refused: list[str] = field(default_factory=list)
@@ -155,19 +153,18 @@ class Stage:
         again, as an orchestrator does.
         """
         server = self.cluster.replicas[replica]
-        server.start()
-        self.note_pids()
-        ready = asyncio.ensure_future(server.ready())
-        try:
-            while not ready.done() and not self._is_out(replica):
-                await asyncio.wait({ready}, timeout=0.05)
-        finally:
-            ready.cancel()
-        if ready.done() and ready.exception() is not None:
-            if replica in self.failed or replica != self.scenario.victim:
-                await ready
-            self.failed.add(replica)
-            await self.start(replica)
+        async with asyncio.timeout(PATIENCE):
+            while not self._is_out(replica):
+                server.start()
+                self.note_pids()
+                ready = asyncio.ensure_future(server.ready())
+                try:
+                    while not ready.done() and not self._is_out(replica):
+                        await asyncio.wait({ready}, timeout=0.05)
+                finally:
+                    ready.cancel()
+                if ready.done() and ready.exception() is None:
+                    return
 
     def _is_out(self, replica: int) -> bool:
         return (
@@ -257,9 +254,10 @@ class Stage:
                 self.dead.add(self.scenario.victim)
             elif fault.kind is Kind.FREEZE:
                 await self._freeze()
-        await self._start_the_rest()
-        if fault is not None and self.reached and fault.kind is Kind.STOP:
-            await self._wake(fault)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._start_the_rest())
+            if fault is not None and self.reached and fault.kind is Kind.STOP:
+                group.create_task(self._wake(fault))
         for gate in GATES:
             self.cluster.open_gate(gate)
         try:
@@ -277,8 +275,11 @@ class Stage:
         waits = self.fault is not None and self.fault.thread == 'beat'
         async with asyncio.timeout(PATIENCE):
             while not self.reached:
-                if not await self._unsettled() and not waits:
-                    return
+                try:
+                    if not await self._unsettled() and not waits:
+                        return
+                except DBAPIError:  # It stands still with a file locked.
+                    continue
                 if self.scenario.victim in self.leaving and not (
                     self.cluster.replicas[self.scenario.victim].is_running
                 ):
@@ -303,7 +304,8 @@ class Stage:
         """Wakes the victim once it was declared dead, or recovered from.
 
         One that stands still in a transaction keeps its locks, and with them
-        the others from going on: it is woken all the same.
+        the others from going on, or even us from looking: it is woken all the
+        same.
         """
         victim = self.scenario.victim
         pid = self.cluster.replicas[victim].pid
@@ -314,7 +316,7 @@ class Stage:
                 # Every other one wakes while others recover from it.
                 while fault.number % 2 and await self._leases_of(pid):
                     await asyncio.sleep(0.02)
-        except TimeoutError:
+        except (TimeoutError, DBAPIError):
             pass
         self.cluster.go_on(victim)
 

@@ -25,6 +25,7 @@ from a2a.types.a2a_pb2 import (
     TaskState,
 )
 from google.protobuf.json_format import ParseDict
+from sqlalchemy.exc import DBAPIError
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
@@ -185,11 +186,10 @@ class Cluster:
         if kind is not None:
             for replica in self.replicas:
                 print(f'--- {replica.name}\n{replica.log_tail(60)}')
-            for session in await self.leases.sessions():
-                print(session)
-            for lease in await self.leases.leases():
-                print(lease)
             print(*self.agent_log(), sep='\n')
+            with contextlib.suppress(DBAPIError):
+                print(*await self.leases.sessions(), sep='\n')
+                print(*await self.leases.leases(), sep='\n')
         await self._stack.aclose()
 
     async def _receive(self, request) -> Response:
