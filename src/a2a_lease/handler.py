@@ -41,6 +41,7 @@ from a2a_lease.outage import pauses
 from a2a_lease.recovery.policy import FailAbandoned, RecoveryPolicy
 from a2a_lease.recovery.recovery import Recovery
 from a2a_lease.replica.clock import SYSTEM_CLOCK
+from a2a_lease.replica.heartbeat import on_a_thread
 from a2a_lease.replica.replica import Replica
 from a2a_lease.settings import LeaseSettings
 from a2a_lease.shutdown import Shutdown
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     )
 
     from a2a_lease.model import Session, TaskLease
+    from a2a_lease.replica.clock import Clock
     from a2a_lease.replica.session import LiveSession
     from a2a_lease.turns.record import TurnRecord
     from a2a_lease.turns.turn import Turn
@@ -109,6 +111,10 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
 
         app = FastAPI(lifespan=handler.lifespan)
     """
+
+    # Where time and threads enter; a simulation brings its own.
+    _clock: Clock = SYSTEM_CLOCK
+    _live = staticmethod(on_a_thread)
 
     def __init__(
         self,
@@ -202,7 +208,6 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 f'ContextCodec(), not {context_codec!r}.'
             )
         self.lease_store = lease_store
-        self._clock = SYSTEM_CLOCK
         self._codec = context_codec or ContextCodec()
         self._owner_resolver = owner_resolver or _owner_resolver(task_store)
         self._push = LeasedPushSender(push_sender)
@@ -222,6 +227,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             self.service,
             listener=self,
             clock=self._clock,
+            live=self._live,
         )
         self._events = LeasedEventStream(event_stream, self._turns)
         self._tasks = LeasedTaskStore(task_store, self._turns)
@@ -658,10 +664,10 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         turn = self._turns.of(task_id)
         after: TaskVersion | None = None
         if turn is not None and turn.loss is None:
-            lost = self._turns.watch(task_id)
+            over = self._turns.watch(task_id)
             ended = False
             local = LocalStream(
-                super().on_subscribe_to_task(params, context), turn, lost
+                super().on_subscribe_to_task(params, context), turn, over
             )
             try:
                 async with aclosing(local.events()) as events:
@@ -669,8 +675,10 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                         ended = ends_stream(event)
                         yield event
             finally:
-                self._turns.unwatch(task_id, lost)
-            if ended or turn.loss in (None, Loss.HANDED_OVER):
+                self._turns.unwatch(task_id, over)
+            if ended or turn.loss is Loss.HANDED_OVER:
+                return
+            if turn.loss is None and not over.is_set():
                 return
             after = local.seen
         stored = await self._tasks.get(task_id, context)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import DBAPIError, DisconnectionError
@@ -123,12 +122,13 @@ async def insist(
     Raises:
         Exception: What the last try raised.
     """
-    until = time.monotonic() + timeout
+    loop = asyncio.get_running_loop()
+    until = loop.time() + timeout
     for pause in pauses():
         try:
             await call()
         except Exception as error:
-            if time.monotonic() + pause >= until:
+            if loop.time() + pause >= until:
                 raise
             logger.info('It is tried again: %s', error or type(error).__name__)
         else:

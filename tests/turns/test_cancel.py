@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from a2a.server.cluster import VersionedTaskStore
 from a2a.types.a2a_pb2 import CancelTaskRequest, SubscribeToTaskRequest
 from a2a.utils.errors import TaskNotCancelableError
 from sqlalchemy import JSON, column, table, update
@@ -13,6 +14,7 @@ from sqlalchemy import JSON, column, table, update
 from a2a_lease.model import LeaseState
 from support.inprocess import (
     CANCELED,
+    COMPLETED,
     INPUT_REQUIRED,
     WORKING,
     Desk,
@@ -330,4 +332,72 @@ async def test_a_stream_ends_with_a_cancel_of_the_version_that_it_has_seen(
     async with asyncio.timeout(20):
         told = [event async for event in stream]
     assert told[-1].status.state == CANCELED
+    await _nothing_left(service)
+
+
+class _Slow(VersionedTaskStore):
+    """Takes its time to save that a task is completed."""
+
+    def __init__(self, inner: VersionedTaskStore) -> None:
+        self._inner = inner
+        self.saves, self.go_on = asyncio.Event(), asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def save(self, task, **rest):
+        if task.status.state == COMPLETED:
+            self.saves.set()
+            await self.go_on.wait()
+        return await self._inner.save(task, **rest)
+
+    async def get(self, task_id, context):
+        return await self._inner.get(task_id, context)
+
+    async def list(self, params, context):
+        return await self._inner.list(params, context)
+
+    async def delete(self, task_id, context):
+        await self._inner.delete(task_id, context)
+
+
+async def test_a_cancel_that_meets_the_last_words_leaves_no_lease(
+    service: Service,
+):
+    """The agent has returned, and what it said is not yet saved."""
+
+    async def complete(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        await desk.status(COMPLETED)
+
+    slow: list[_Slow] = []
+
+    def wrap(store: VersionedTaskStore) -> _Slow:
+        slow.append(_Slow(store))
+        return slow[0]
+
+    runs = await service.replica(complete, wrap_tasks=wrap)
+    sending = asyncio.ensure_future(
+        runs.handler.on_message_send(message(), call())
+    )
+    async with asyncio.timeout(20):
+        await slow[0].saves.wait()
+    [lease] = await service.leases.leases()
+
+    async def returned():
+        turn = runs.handler._turns.of(lease.task_id)
+        return turn.agent is not None and turn.agent.done()
+
+    await until(returned)
+    canceling = asyncio.ensure_future(
+        runs.handler.on_cancel_task(CancelTaskRequest(id=lease.task_id), call())
+    )
+    await service.beats(runs, 2)
+    slow[0].go_on.set()
+    await asyncio.wait({sending, canceling}, timeout=20)
+    assert canceling.done()
+    assert await runs.state(lease.task_id) in (COMPLETED, CANCELED)
+    if canceling.exception() is not None:
+        assert isinstance(canceling.exception(), TaskNotCancelableError)
     await _nothing_left(service)

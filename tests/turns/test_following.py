@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from a2a.server.cluster import ConcurrentTaskModificationError
-from a2a.types.a2a_pb2 import TaskStatusUpdateEvent
+from a2a.server.cluster import ConcurrentTaskModificationError, TaskVersion
+from a2a.types.a2a_pb2 import (
+    SubscribeToTaskRequest,
+    TaskStatusUpdateEvent,
+)
 
 from a2a_lease.turns.following import LocalStream
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.shown import Shown
+from support.inprocess import (
+    INPUT_REQUIRED,
+    WORKING,
+    Desk,
+    call,
+    message,
+    until,
+)
+
+
+if TYPE_CHECKING:
+    from support.inprocess import Service
 
 
 EVENT = TaskStatusUpdateEvent(task_id='task')
+
+
+class _Turn:
+    """As much of a turn as a stream looks at."""
+
+    def __init__(self) -> None:
+        self.loss: Loss | None = None
+        self.never_began = False
+        self.shown = Shown()
 
 
 async def _breaks() -> Any:
@@ -25,14 +48,83 @@ async def _breaks() -> Any:
 
 async def test_the_error_of_a_lost_turn_is_not_the_client_s():
     """The save that is refused to a zombie; the stream goes on elsewhere."""
-    turn: Any = SimpleNamespace(loss=Loss.TAKEN_OVER, shown=Shown())
+    turn: Any = _Turn()
+    turn.loss = Loss.TAKEN_OVER
     stream = LocalStream(_breaks(), turn, asyncio.Event()).events()
     assert [event async for event in stream] == [EVENT]
 
 
 async def test_the_error_of_a_turn_that_goes_on_is_raised():
-    turn: Any = SimpleNamespace(loss=None, shown=Shown())
+    turn: Any = _Turn()
     stream = LocalStream(_breaks(), turn, asyncio.Event()).events()
     assert await anext(stream) == EVENT
     with pytest.raises(ConcurrentTaskModificationError):
         await anext(stream)
+
+
+async def test_a_subscription_ends_when_its_task_pauses(service: Service):
+    """As elsewhere: the answer may come to any replica, which runs it then."""
+    go_on = asyncio.Event()
+
+    async def ask(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        await go_on.wait()
+        await desk.status(INPUT_REQUIRED)
+
+    replica = await service.replica(ask)
+    asking = asyncio.ensure_future(
+        replica.handler.on_message_send(message(), call())
+    )
+
+    async def working():
+        [lease] = await service.leases.leases() or [None]
+        task = lease and await replica.stored(lease.task_id)
+        return task if task and task.status.state == WORKING else None
+
+    task = await until(working)
+    states: list[int] = []
+
+    async def listen() -> None:
+        async for event in replica.handler.on_subscribe_to_task(
+            SubscribeToTaskRequest(id=task.id), call()
+        ):
+            states.append(event.status.state)
+
+    listening = asyncio.ensure_future(listen())
+    service.clients.append(listening)
+
+    async def heard():
+        return states
+
+    await until(heard)
+    go_on.set()
+    await asyncio.wait_for(asking, 20)
+    await asyncio.wait_for(listening, 20)
+    assert states == [WORKING, INPUT_REQUIRED]
+
+
+async def test_a_slow_reader_gets_all_of_a_turn_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """And nothing of the next one, which is another stream's to bring."""
+    monkeypatch.setattr('a2a_lease.turns.following._LINGER', 0.05)
+    turn: Any = _Turn()
+    own = [TaskStatusUpdateEvent(task_id=f'{n}') for n in range(4)]
+    for number, event in enumerate(own, start=1):
+        turn.shown.add(event, TaskVersion(number))
+
+    async def source():
+        for event in own:
+            yield event
+        yield EVENT
+
+    over = asyncio.Event()
+    over.set()
+    local = LocalStream(source(), turn, over)
+    events = []
+    async for event in local.events():
+        events.append(event)
+        await asyncio.sleep(0.1)
+    assert events == own
+    assert local.seen == TaskVersion(4)

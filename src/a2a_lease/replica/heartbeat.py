@@ -122,7 +122,7 @@ class Heartbeat:
         """
         try:
             with asyncio.Runner() as runner:
-                runner.run(self._live(started))
+                runner.run(self.live(started))
         except BaseException:
             logger.exception('The heartbeat ended.')
             raise
@@ -139,9 +139,10 @@ class Heartbeat:
             with contextlib.suppress(RuntimeError):  # It has ended.
                 loop.call_soon_threadsafe(self._wake.set)
 
-    async def _live(
+    async def live(
         self, started: Callable[[BaseException | None], None]
     ) -> None:
+        """Beats until `stop`, on the loop that runs."""
         self._loop = asyncio.get_running_loop()
         try:
             self._store = self._source.detached()
@@ -461,15 +462,43 @@ os.register_at_fork(
 )
 
 
-def start_thread(
+class Life(Protocol):
+    """A heartbeat that runs somewhere."""
+
+    async def ended(self, *, timeout: float) -> bool:
+        """Waits until it has ended; False if it has not, within seconds."""
+        ...
+
+
+class _Thread:
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        started: Callable[[BaseException | None], None],
+    ) -> None:
+        # It ends with the process.
+        self._thread = threading.Thread(
+            target=heartbeat.run,
+            args=(started,),
+            name='a2a-lease-heartbeat',
+            daemon=True,
+        )
+        self._thread.start()
+
+    async def ended(self, *, timeout: float) -> bool:
+        await asyncio.get_running_loop().run_in_executor(
+            None, self._thread.join, timeout
+        )
+        return not self._thread.is_alive()
+
+
+def on_a_thread(
     heartbeat: Heartbeat, started: Callable[[BaseException | None], None]
-) -> threading.Thread:
-    """Runs a heartbeat on a thread that ends with the process."""
-    thread = threading.Thread(
-        target=heartbeat.run,
-        args=(started,),
-        name='a2a-lease-heartbeat',
-        daemon=True,
-    )
-    thread.start()
-    return thread
+) -> Life:
+    """Runs a heartbeat on a thread of its own.
+
+    Args:
+        heartbeat: One that does not run yet.
+        started: Called once, with what stood in the way or None.
+    """
+    return _Thread(heartbeat, started)

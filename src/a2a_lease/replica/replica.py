@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 from a2a_lease.errors import LeaseError
 from a2a_lease.outage import insist
 from a2a_lease.replica.clock import SYSTEM_CLOCK
-from a2a_lease.replica.heartbeat import Heartbeat, start_thread
+from a2a_lease.replica.heartbeat import Heartbeat, on_a_thread
 
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from a2a_lease.replica.clock import Clock
-    from a2a_lease.replica.heartbeat import Listener
+    from a2a_lease.replica.heartbeat import Life, Listener
     from a2a_lease.replica.session import LiveSession
     from a2a_lease.settings import LeaseSettings
     from a2a_lease.stores.lease_store import LeaseStore
@@ -45,6 +44,9 @@ class Replica:
         *,
         listener: Listener,
         clock: Clock = SYSTEM_CLOCK,
+        live: Callable[
+            [Heartbeat, Callable[[BaseException | None], None]], Life
+        ] = on_a_thread,
     ) -> None:
         self._store = store
         self._settings = settings
@@ -52,7 +54,8 @@ class Replica:
         self._listener = listener
         self._clock = clock
         self._heartbeat: Heartbeat | None = None
-        self._thread: threading.Thread | None = None
+        self._live = live
+        self._life: Life | None = None
         self._pid = 0
         self._ready = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -76,7 +79,7 @@ class Replica:
         if self.started:
             return
         if self._heartbeat is not None:
-            _inherited.append((self._heartbeat, self._thread))
+            _inherited.append((self._heartbeat, self._life))
         loop = asyncio.get_running_loop()
         self._loop = loop
         self._pid = os.getpid()
@@ -105,12 +108,12 @@ class Replica:
         def started(error: BaseException | None) -> None:
             loop.call_soon_threadsafe(answer, error)
 
-        self._thread = start_thread(heartbeat, started)
+        self._life = self._live(heartbeat, started)
         try:
             await begun
         except BaseException:
             heartbeat.stop()
-            self._heartbeat = self._thread = None
+            self._heartbeat = self._life = None
             raise
 
     def _opened(self, session: LiveSession) -> None:
@@ -171,17 +174,14 @@ class Replica:
         Args:
             timeout: Seconds to wait for the database.
         """
-        if not self.started or self._heartbeat is None or self._thread is None:
+        if not self.started or self._heartbeat is None or self._life is None:
             return
         self._heartbeat.stop()
-        await asyncio.get_running_loop().run_in_executor(
-            None, self._thread.join, timeout
-        )
-        if self._thread.is_alive():
+        if not await self._life.ended(timeout=timeout):
             logger.warning(
                 'The database gave no answer for %g s; if the session stays '
                 'open, others take over after its time to live of %g s.',
                 timeout,
                 self._settings.ttl,
             )
-        self._heartbeat = self._thread = None
+        self._heartbeat = self._life = None

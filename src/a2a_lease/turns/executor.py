@@ -99,9 +99,11 @@ class LeasedExecutor(AgentExecutor):
         else:
             try:
                 await turn.drained()
+                turn.ending = Ending.RETURNED
             except asyncio.CancelledError:
+                # Its last words are still to be saved, and the cancel too.
                 canceled = True
-            turn.ending = Ending.RETURNED
+                turn.ending = Ending.CANCELED
         self._turns.ended(turn)
         self._turns.conclude(turn)
         if turn.loss is not None or canceled:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar('_T')
 _LINGER = 1.0
-"""Seconds that a lost local stream may take to hand out what it still has."""
+"""Seconds without an event after which a stream whose turn is over is left."""
 
 
 def ends_stream(event: Event) -> bool:
@@ -110,24 +110,27 @@ class Pump(Generic[_T]):
 
 
 class LocalStream:
-    """A stream of this replica, which is left soon after its turn is lost."""
+    """A stream of this replica, which is left soon after its turn is over.
+
+    The SDK's own goes on, and would hear nothing of a turn elsewhere.
+    """
 
     def __init__(
         self,
         source: AsyncGenerator[Event, None],
         turn: Turn,
-        lost: asyncio.Event,
+        over: asyncio.Event,
     ) -> None:
         """Wraps a stream.
 
         Args:
             source: The stream.
             turn: The turn whose events it has.
-            lost: Set when the turn is lost.
+            over: Set when the turn is lost, or has ended.
         """
         self._source = source
         self._turn = turn
-        self._lost = lost
+        self._over = over
         self._last: Event | None = None
         self._seen: TaskVersion | None = None
 
@@ -148,8 +151,7 @@ class LocalStream:
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yields what the stream brings."""
         pump = Pump(self._source)
-        left = asyncio.Event()
-        until = self._lost
+        until = self._over
         try:
             while True:
                 try:
@@ -157,21 +159,32 @@ class LocalStream:
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
-                    if until is left or self._turn.loss is None:
-                        return  # It lingered, or the turn never began.
-                    until = left
-                    asyncio.get_running_loop().call_later(_LINGER, left.set)
+                    if until is not self._over or self._turn.never_began:
+                        return
+                    until = _after(_LINGER)
+                    continue
                 except Exception:
                     # A refused save, say: whoever took over tells the rest.
-                    if self._turn.loss is None and not self._lost.is_set():
+                    if self._turn.loss is None and not self._turn.never_began:
                         raise
                     return
-                else:
-                    self._last = event
-                    self._seen = self._turn.shown.version
-                    yield event
+                version = self._turn.shown.version_of(event)
+                if self._over.is_set():
+                    if version is None and self._last is not None:
+                        return  # Of the next turn.
+                    # A slow reader is behind; it gets all there is.
+                    until = _after(_LINGER)
+                self._last = event
+                self._seen = self._turn.shown.version
+                yield event
         finally:
             await pump.aclose()
+
+
+def _after(seconds: float) -> asyncio.Event:
+    over = asyncio.Event()
+    asyncio.get_running_loop().call_later(seconds, over.set)
+    return over
 
 
 async def follow(

@@ -219,6 +219,7 @@ class Turns:
         gone = self._gone.pop(turn, None)
         if gone is not None:
             gone.set()
+        self._signal(task_id)
 
     def of(self, task_id: str) -> Turn | None:
         """Returns the newest turn of a task that is still here."""
@@ -550,8 +551,7 @@ class Turns:
         if not turn.held:
             return
         task_id = turn.lease.task_id
-        for signal in self._signals.get(task_id, ()):
-            signal.set()
+        self._signal(task_id)
         if turn.loss is Loss.CANCELED:
             self.spawn(self._stop_canceled(turn))
         else:
@@ -700,10 +700,17 @@ class Turns:
     # For those who stream.
 
     def watch(self, task_id: str) -> asyncio.Event:
-        """Returns an event that is set when a turn of the task is lost."""
+        """Returns an event that is set when a turn of the task is over.
+
+        It was lost, or has ended.
+        """
         signal = asyncio.Event()
         self._signals.setdefault(task_id, set()).add(signal)
         return signal
+
+    def _signal(self, task_id: str) -> None:
+        for signal in self._signals.get(task_id, ()):
+            signal.set()
 
     def unwatch(self, task_id: str, signal: asyncio.Event) -> None:
         """Ends `watch`."""

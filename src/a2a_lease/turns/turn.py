@@ -175,6 +175,11 @@ class Turn(Hold):
         with contextlib.suppress(RuntimeError):  # The loop is closed already.
             self._loop.call_soon_threadsafe(self._announce_loss)
 
+    @property
+    def never_began(self) -> bool:
+        """Whether it was refused, or sent back."""
+        return self.refusal is not None or self.sent_back
+
     def refuse(self, error: A2AError) -> None:
         """Ends a turn that never began."""
         self.refusal = error

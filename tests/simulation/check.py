@@ -1,0 +1,229 @@
+"""Which promises of the design a simulation broke."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from a2a.types.a2a_pb2 import Task, TaskArtifactUpdateEvent, TaskState
+
+from a2a_lease.model import SessionState
+from a2a_lease.turns.marks import INTERRUPTED, TERMINAL
+from simulation.database import Record
+from simulation.world import SILENT, Heard, Replica, World
+
+
+async def broken(world: World) -> list[str]:
+    """Looks at everything, and names each promise that broke."""
+    return [
+        *_nothing_is_left_behind(world),
+        *_events(world),
+        *_parts(world),
+        *_runs(world),
+        *await _sessions(world),
+        *_streams(world),
+        *_pushes(world),
+        *_harmless(world),
+    ]
+
+
+def _name(state: int) -> str:
+    return TaskState.Name(state).removeprefix('TASK_STATE_')
+
+
+def _artifacts(task: Task) -> dict[str, list[str]]:
+    return {
+        artifact.artifact_id: [part.text for part in artifact.parts]
+        for artifact in task.artifacts
+    }
+
+
+def _nothing_is_left_behind(world: World) -> Iterable[str]:
+    if world.unsettled:
+        yield f'1 (nothing is left behind): {world.unsettled}'
+
+
+def _events(world: World) -> Iterable[str]:
+    for task_id, record in world.database.tasks.items():
+        yield from _one_log(task_id, record)
+
+
+def _one_log(task_id: str, record: Record) -> Iterable[str]:
+    floor, ended, last = 0, None, None
+    for _, event in record.events:
+        kind = type(event).__name__
+        metadata = dict(event.metadata)
+        token = int(metadata.get('token', 0))
+        if ended is not None:
+            yield (
+                f'5 (a terminal state never changes): {kind} of {task_id} '
+                f'after {_name(ended)}'
+            )
+        if not isinstance(event, TaskArtifactUpdateEvent):
+            last = event.status.state
+            if last in TERMINAL:
+                ended = last
+        if 'a2a_lease' in metadata:
+            floor += 1
+        elif token and token < floor:
+            yield (
+                f'4 (fenced): token {token} wrote {kind} of {task_id} after '
+                f'token {floor} had taken over'
+            )
+        else:
+            floor = max(floor, token)
+    if last is not None and record.task.status.state != last:
+        yield (
+            f'6 (one outcome): {task_id} is '
+            f'{_name(record.task.status.state)}, its last event says '
+            f'{_name(last)}'
+        )
+
+
+def _parts(world: World) -> Iterable[str]:
+    """What agents counted is there once, and in order."""
+    for task_id, record in world.database.tasks.items():
+        for name, texts in _artifacts(record.task).items():
+            if texts != [str(number) for number in range(len(texts))]:
+                yield f'9 (the same turn): {name} of {task_id} reads {texts}'
+        messages = [m.message_id for m in record.task.history]
+        if len(messages) != len(set(messages)):
+            yield f'9 (the same turn): a message is twice in {task_id}'
+
+
+def _was_silent(replica: Replica) -> bool:
+    """Whether it may have been taken for dead."""
+    if replica.is_dead and not replica.ended.is_set():
+        return True
+    spans: list[list[float]] = []
+    for began, ended in sorted(replica.silences):
+        if spans and began < spans[-1][1] + 2:
+            spans[-1][1] = max(spans[-1][1], ended)
+        else:
+            spans.append([began, ended])
+    return any(ended - began >= SILENT for began, ended in spans)
+
+
+def _runs(world: World) -> Iterable[str]:
+    deaths = world.deaths + sum(
+        _was_silent(r) or r.disturbed for r in world.replicas if not r.is_dead
+    )
+    for run in world.runs:
+        for other in run.beside:
+            if not (other.replica.is_dead or other.replica.disturbed):
+                yield (
+                    f'8 (one turn at a time): {run.task_id} began on '
+                    f'{run.replica.name} while it ran on {other.replica.name}'
+                )
+        if run.attempt > 1 + deaths:
+            yield (
+                f'10 (attempts count crashes): attempt {run.attempt} of '
+                f'{run.task_id} after {deaths} crashes'
+            )
+
+
+async def _sessions(world: World) -> list[str]:
+    found = []
+    for session in await world.database.leases.sessions():
+        for replica in world.replicas:
+            if session.id not in replica.line.sessions:
+                continue
+            left = replica.ended.is_set() and replica.disturbed
+            if (
+                session.state is SessionState.FENCED
+                and not _was_silent(replica)
+                and not left
+            ):
+                found.append(
+                    f'7 (the living are not declared dead): {session} is that '
+                    f'of {replica.name}'
+                )
+    return found
+
+
+def _rebuilt(heard: Heard) -> dict[str, list[str]]:
+    """Returns the parts of a task as a client puts them together."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    known: dict[str, list[str]] = {}
+    for event in heard.events:
+        if isinstance(event, Task):
+            parts = defaultdict(list, _artifacts(event))
+            known = _artifacts(event) if heard.kind == 'listen' else {}
+        elif isinstance(event, TaskArtifactUpdateEvent):
+            texts = [part.text for part in event.artifact.parts]
+            name = event.artifact.artifact_id
+            if set(texts) <= set(known.get(name, [])):
+                # The SDK reads the task after it began to listen, and does
+                # not tell apart what came in between.
+                continue
+            parts[name] = parts[name] + texts if event.append else texts
+    return dict(parts)
+
+
+def _streams(world: World) -> Iterable[str]:
+    for client in world.clients.values():
+        for heard in client.heard:
+            record = world.database.tasks.get(heard.task_id)
+            gone = heard.replica.is_dead
+            if record is None or gone or heard.kind == 'cancel':
+                continue
+            who = (
+                f'the {heard.kind} stream of client {client.number} to '
+                f'{heard.task_id} on {heard.replica.name}'
+            )
+            states = heard.states
+            if isinstance(heard.error, RuntimeError):
+                # Of the agent; the SDK passes it on.
+                continue
+            if heard.error is not None:
+                yield f'4 (streams go on): {who} broke: {heard.error!r}'
+            elif not states or states[-1] not in TERMINAL | INTERRUPTED:
+                yield (
+                    f'4 (streams go on): {who} ended with '
+                    f'{[_name(s) for s in states]}'
+                )
+            elif states[-1] in TERMINAL:
+                state = record.task.status.state
+                if states[-1] != state:
+                    yield (
+                        f'6 (one outcome): {who} ended with '
+                        f'{_name(states[-1])}, the task is {_name(state)}'
+                    )
+                    continue
+                if states[-1] == TaskState.TASK_STATE_CANCELED:
+                    # The SDK's cancel overwrites what was saved meanwhile.
+                    continue
+                parts, whole = _rebuilt(heard), _artifacts(record.task)
+                if not any(isinstance(event, Task) for event in heard.events):
+                    # Of a task that it knew it hears what is new.
+                    whole = {n: whole[n] for n in whole if n in parts}
+                if parts != whole:
+                    yield (
+                        f'4 (streams go on): {who} brought {parts}, the task '
+                        f'has {whole}'
+                    )
+
+
+def _pushes(world: World) -> Iterable[str]:
+    for task_id, record in world.database.tasks.items():
+        told = world.pushed.get(task_id, [])
+        state = record.task.status.state
+        if state not in told:
+            yield (
+                f'6 (each webhook is told): {task_id} is {_name(state)}, its '
+                f'webhook heard {[_name(s) for s in told]}'
+            )
+        if others := (set(told) & TERMINAL) - {state}:
+            yield (
+                f'6 (one outcome): {task_id} is {_name(state)}, its webhook '
+                f'heard {[_name(s) for s in sorted(others)]} too'
+            )
+
+
+def _harmless(world: World) -> Iterable[str]:
+    """Where nothing goes wrong, nothing is different."""
+    if world.trouble:
+        return
+    for task_id, record in world.database.tasks.items():
+        if 'a2a_lease' in dict(record.task.metadata):
+            yield f'3 (no harm): {task_id} was recovered though nobody died'

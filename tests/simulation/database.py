@@ -1,0 +1,305 @@
+"""The database of a simulation, and the line from a replica to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from a2a.server.cluster import (
+    ConcurrentTaskModificationError,
+    StoredTask,
+    TaskEventStream,
+    TaskVersion,
+    VersionedEvent,
+    VersionedTaskStore,
+)
+from a2a.server.context import ServerCallContext
+from a2a.server.events.event_queue import Event
+from a2a.server.tasks import PushNotificationConfigStore
+from a2a.types.a2a_pb2 import (
+    ListTasksRequest,
+    ListTasksResponse,
+    Task,
+    TaskState,
+)
+
+from a2a_lease import InMemoryLeaseStore, LeaseStore
+from a2a_lease.turns.marks import TERMINAL
+from simulation.loop import WHO
+
+
+_T = TypeVar('_T')
+POLL = 0.2
+
+
+@dataclass
+class Record:
+    """One task as it is stored."""
+
+    owner: str
+    task: Task
+    version: int
+    events: list[tuple[int, Event]] = field(default_factory=list)
+
+
+class Database:
+    """What outlives all replicas."""
+
+    def __init__(self) -> None:
+        """Is empty."""
+        self.tasks: dict[str, Record] = {}
+        self.leases = InMemoryLeaseStore()
+        self.outages = 0
+        """How many things keep everybody from it."""
+        self.frozen: asyncio.Event | None = None
+        """Set when writes go on that stall now."""
+
+    def save(
+        self,
+        task: Task,
+        event: Event | None,
+        prev_version: TaskVersion,
+        owner: str,
+    ) -> TaskVersion:
+        """Saves as the SDK's store does, its cancel without a check too."""
+        record = self.tasks.get(task.id)
+        if record is not None and record.owner != owner:
+            raise ConcurrentTaskModificationError(task.id)
+        if task.status.state == TaskState.TASK_STATE_CANCELED:
+            if record is None or record.task.status.state in TERMINAL:
+                raise ConcurrentTaskModificationError(task.id)
+        elif record is None:
+            if not prev_version.is_missing:
+                raise ConcurrentTaskModificationError(task.id)
+        elif prev_version != TaskVersion(record.version):
+            raise ConcurrentTaskModificationError(task.id)
+        if record is None:
+            record = self.tasks[task.id] = Record(owner, Task(), 0)
+        record.version += 1
+        record.task = _copy(task)
+        if event is not None:
+            record.events.append((record.version, _copy(event)))
+        return TaskVersion(record.version)
+
+
+def _copy(message: Any) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+class Line:
+    """Between one process and the database.
+
+    A statement takes a while to get there, and its answer to get back. What
+    was sent is done though the sender dies meanwhile.
+    """
+
+    def __init__(self, database: Database, chance: random.Random) -> None:
+        """Takes a source of chance of its own."""
+        self._database = database
+        self._chance = chance
+        self.cuts = 0
+        """How many things keep this process from the database."""
+        self.loses = 0.0
+        """How often a connection is lost, from 0 to 1."""
+        self.sessions: set[str] = set()
+        """Those that this process opened."""
+
+    async def call(
+        self, work: Callable[[], Awaitable[_T]], *, writes: bool = False
+    ) -> _T:
+        """Has something done by the database.
+
+        Raises:
+            ConnectionError: It cannot be reached, or got lost on the way.
+        """
+        server = contextvars.copy_context()
+        server.run(WHO.set, ('database', ''))
+        before, after = self._chance.random(), self._chance.random()
+        await asyncio.sleep(self._delay())
+        if self._is_off() or before < self.loses:
+            raise ConnectionResetError('before it was done')
+        done = asyncio.get_running_loop().create_task(
+            self._do(work, self._delay(), writes), context=server
+        )
+        done.add_done_callback(_seen)
+        # A statement that was sent is not called back.
+        result = await asyncio.shield(done)
+        await asyncio.sleep(self._delay())
+        if self._is_off() or after < self.loses:
+            raise ConnectionResetError('after it was done')
+        return result
+
+    async def _do(
+        self, work: Callable[[], Awaitable[_T]], delay: float, writes: bool
+    ) -> _T:
+        await asyncio.sleep(delay)
+        while writes and (frozen := self._database.frozen) is not None:
+            await frozen.wait()
+        return await work()
+
+    def _delay(self) -> float:
+        # Most statements are quick, some are not.
+        return self._chance.expovariate(1 / 0.002) + (
+            self._chance.random() < 0.02
+        ) * self._chance.uniform(0, 0.5)
+
+    def _is_off(self) -> bool:
+        return bool(self.cuts or self._database.outages)
+
+
+def _seen(done: asyncio.Task[Any]) -> None:
+    if not done.cancelled():
+        done.exception()
+
+
+_READS = frozenset(
+    {
+        'initialize',
+        'close',
+        'look',
+        'get',
+        'holder',
+        'stored_turn',
+        'cancel_requests',
+        'sessions',
+        'leases',
+    }
+)
+
+
+def leases_over(line: Line, store: LeaseStore) -> LeaseStore:
+    """Returns the leases as a process sees them over its line."""
+
+    def over(name: str) -> Callable[..., Awaitable[Any]]:
+        async def method(_: Any, *args: Any, **rest: Any) -> Any:
+            if name == 'open_session':
+                line.sessions.add(rest['session_id'])
+            return await line.call(
+                lambda: getattr(store, name)(*args, **rest),
+                writes=name not in _READS,
+            )
+
+        return method
+
+    methods: dict[str, Any] = {
+        name: over(name) for name in LeaseStore.__abstractmethods__
+    }
+    methods['detached'] = lambda _: leases_over(line, store)
+    return type('LeasesOverLine', (LeaseStore,), methods)()
+
+
+class TasksOverLine(VersionedTaskStore):
+    """The tasks as a process sees them."""
+
+    def __init__(self, line: Line, database: Database) -> None:
+        """Takes its line."""
+        self._line = line
+        self._database = database
+
+    async def save(
+        self,
+        task: Task,
+        *,
+        event: Event | None = None,
+        prev: Task | None = None,
+        prev_version: TaskVersion,
+        context: ServerCallContext,
+    ) -> TaskVersion:
+        """Saves."""
+        task, event = _copy(task), event and _copy(event)
+        owner = context.user.user_name
+
+        async def save() -> TaskVersion:
+            return self._database.save(task, event, prev_version, owner)
+
+        return await self._line.call(save, writes=True)
+
+    async def get(
+        self, task_id: str, context: ServerCallContext
+    ) -> StoredTask | None:
+        """Reads."""
+
+        async def get() -> StoredTask | None:
+            record = self._database.tasks.get(task_id)
+            if record is None or record.owner != context.user.user_name:
+                return None
+            return StoredTask(_copy(record.task), TaskVersion(record.version))
+
+        return await self._line.call(get)
+
+    async def list(
+        self, params: ListTasksRequest, context: ServerCallContext
+    ) -> ListTasksResponse:
+        """Is not asked for."""
+        raise NotImplementedError
+
+    async def delete(self, task_id: str, context: ServerCallContext) -> None:
+        """Is not asked for."""
+        raise NotImplementedError
+
+
+class EventsOverLine(TaskEventStream):
+    """The events as a process sees them, by looking again and again."""
+
+    def __init__(self, line: Line, database: Database) -> None:
+        """Takes its line."""
+        self._line = line
+        self._database = database
+
+    async def publish(self, task_id: str, event: VersionedEvent) -> None:
+        """Does nothing; events are saved with their task."""
+
+    async def destroy(self, task_id: str) -> None:
+        """Does nothing."""
+
+    async def subscribe(
+        self, task_id: str, *, after: TaskVersion
+    ) -> AsyncGenerator[VersionedEvent, None]:
+        """Yields what is newer."""
+        while True:
+
+            async def read() -> list[VersionedEvent]:
+                record = self._database.tasks.get(task_id)
+                return [
+                    VersionedEvent(event=_copy(event), version=version)
+                    for number, event in (record.events if record else [])
+                    if (version := TaskVersion(number)).is_after(after)  # noqa: B023
+                ]
+
+            for event in await self._line.call(read):
+                after = event.version
+                yield event
+            await asyncio.sleep(POLL)
+
+
+class ConfigsOverLine(PushNotificationConfigStore):
+    """Push configurations as a process sees them."""
+
+    def __init__(self, line: Line, inner: PushNotificationConfigStore) -> None:
+        """Takes its line."""
+        self._line = line
+        self._inner = inner
+
+    async def set_info(self, *args: Any, **rest: Any) -> None:
+        """Stores one."""
+        await self._line.call(
+            lambda: self._inner.set_info(*args, **rest), writes=True
+        )
+
+    async def get_info(self, *args: Any, **rest: Any) -> Any:
+        """Reads those of a task."""
+        return await self._line.call(
+            lambda: self._inner.get_info(*args, **rest)
+        )
+
+    async def delete_info(self, *args: Any, **rest: Any) -> None:
+        """Deletes one."""
+        await self._line.call(
+            lambda: self._inner.delete_info(*args, **rest), writes=True
+        )

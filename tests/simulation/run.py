@@ -1,0 +1,105 @@
+"""Plays simulations by the thousand: `script/simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from simulation.check import broken
+from simulation.schedule import Schedule, make_schedule, shrink
+from simulation.world import World
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a simulation."""
+
+    broken: tuple[str, ...]
+    trace: tuple[str, ...]
+
+
+def simulate(schedule: Schedule, *, tell: bool = False) -> Result:
+    """Plays a schedule, on a thread: signals are for the main one."""
+    results: list[Result | BaseException] = []
+
+    def play() -> None:
+        world = World(schedule, tell=tell)
+        try:
+            world.run()
+            results.append(
+                Result(
+                    tuple(world.loop.run_until_complete(broken(world))),
+                    tuple(world.trace),
+                )
+            )
+        except BaseException as error:
+            results.append(error)
+        finally:
+            world.close()
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    thread.join()
+    [result] = results
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _play(seed: int) -> tuple[int, tuple[str, ...]]:
+    logging.disable()
+    return seed, simulate(make_schedule(seed)).broken
+
+
+def main() -> int:
+    """Reads the arguments, and plays."""
+    parser = argparse.ArgumentParser(
+        prog='script/simulate',
+        description='Plays seeded schedules of replicas and clients in '
+        'virtual time, and checks that every promise holds.',
+    )
+    parser.add_argument('--count', type=int, default=1000)
+    parser.add_argument('--seed', type=int, default=random.randrange(10**9))
+    parser.add_argument('--at-once', type=int, default=2)
+    parser.add_argument('--play', metavar='JSON', help='one schedule')
+    arguments = parser.parse_args()
+    if arguments.play:
+        return _show(Schedule.of_json(arguments.play))
+    began = time.monotonic()
+    failed = []
+    seeds = range(arguments.seed, arguments.seed + arguments.count)
+    with ProcessPoolExecutor(arguments.at_once) as workers:
+        for seed, found in workers.map(_play, seeds, chunksize=8):
+            if found:
+                failed.append(seed)
+                print(f'Seed {seed}: {found[0]}', flush=True)
+    print(
+        f'{arguments.count} schedules from seed {arguments.seed} on, '
+        f'{time.monotonic() - began:.0f} s; {len(failed)} broke a promise.'
+    )
+    if failed:
+        logging.disable()
+        smallest = shrink(
+            make_schedule(failed[0]), lambda s: simulate(s).broken
+        )
+        print(f"\nscript/simulate --play '{smallest.to_json()}'")
+        logging.disable(logging.NOTSET)
+        _show(smallest)
+    return 1 if failed else 0
+
+
+def _show(schedule: Schedule) -> int:
+    logging.basicConfig(level=logging.INFO, format='%(name)s: %(message)s')
+    found = simulate(schedule, tell=True).broken
+    print(*found, sep='\n')
+    return 1 if found else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
