@@ -666,7 +666,7 @@ MUTANTS = [
     Mutant(
         'a stream ends with the error of the lost turn',
         'turns/following.py',
-        'if self._turn.loss is None and not self._lost.is_set():',
+        'if self._turn.loss is None and not self._turn.never_began:',
         'if True:',
         ('tests/turns/test_following.py',),
     ),
@@ -986,5 +986,57 @@ MUTANTS = [
         'canceled = True\n                turn.ending = Ending.RETURNED',
         ('tests/turns/test_cancel.py',),
         only='sqlite and last_words',
+    ),
+    Mutant(
+        'a paused task fails since it cannot be read',
+        'turns/task_store.py',
+        'isinstance(hold, Turn) and not hold.held and is_queued(context)',
+        'False',
+        OUTAGES,
+        only='sqlite and cannot_be_read',
+    ),
+    Mutant(
+        'a task that was canceled as a message acquired keeps its lease',
+        'turns/running.py',
+        '                    await self._set(\n                        lease,\n'
+        '                        context,\n'
+        '                        LeaseState.FREE if paused else '
+        'LeaseState.IDLE,\n                    )\n',
+        '                    await self.store.move(\n'
+        '                        self.service,\n'
+        '                        lease.task_id,\n'
+        '                        token=lease.token,\n'
+        '                        state=LeaseState.FREE\n'
+        '                    )\n',
+        ('tests/turns/test_admission.py',),
+        only='sqlite and let_go',
+    ),
+    Mutant(
+        'an exception just after a pause leaves its task as it was',
+        'turns/running.py',
+        'turn.ending is Ending.RETURNED and turn.is_deaf()',
+        'turn.is_deaf()',
+        ('tests/turns/test_turn.py',),
+        only='sqlite and just_after_a_pause',
+    ),
+    Mutant(
+        'a lease waits for what is never saved',
+        'turns/running.py',
+        'and not turn.over\n                and self._is_left',
+        'and not turn.settled\n                and self._is_left',
+        ('tests/turns/test_turn.py',),
+        only='sqlite and never_saved',
+    ),
+    Mutant(
+        'a lease goes while its turn waits to go on',
+        'turns/task_store.py',
+        '            with self._turns.at_work(task.id):\n'
+        '                if goes_on:\n'
+        '                    await self._turns.resume(hold)\n',
+        '            if goes_on:\n'
+        '                await self._turns.resume(hold)\n'
+        '            with self._turns.at_work(task.id):\n',
+        ('tests/simulation',),
+        only='41484',
     ),
 ]

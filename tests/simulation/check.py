@@ -11,6 +11,7 @@ from a2a_lease.model import SessionState
 from a2a_lease.turns.marks import INTERRUPTED, TERMINAL
 from simulation.database import Record
 from simulation.world import SILENT, Heard, Replica, World
+from support.inprocess import call
 
 
 async def broken(world: World) -> list[str]:
@@ -22,7 +23,7 @@ async def broken(world: World) -> list[str]:
         *_runs(world),
         *await _sessions(world),
         *_streams(world),
-        *_pushes(world),
+        *await _pushes(world),
         *_harmless(world),
     ]
 
@@ -106,7 +107,7 @@ def _was_silent(replica: Replica) -> bool:
 
 def _runs(world: World) -> Iterable[str]:
     deaths = world.deaths + sum(
-        _was_silent(r) or r.disturbed for r in world.replicas if not r.is_dead
+        len(replica.silences) + replica.disturbed for replica in world.replicas
     )
     for run in world.runs:
         for other in run.beside:
@@ -167,6 +168,8 @@ def _streams(world: World) -> Iterable[str]:
             gone = heard.replica.is_dead
             if record is None or gone or heard.kind == 'cancel':
                 continue
+            if not heard.done.is_set():
+                continue  # Of a task that has paused.
             who = (
                 f'the {heard.kind} stream of client {client.number} to '
                 f'{heard.task_id} on {heard.replica.name}'
@@ -204,20 +207,24 @@ def _streams(world: World) -> Iterable[str]:
                     )
 
 
-def _pushes(world: World) -> Iterable[str]:
+async def _pushes(world: World) -> list[str]:
+    found = []
     for task_id, record in world.database.tasks.items():
+        if not await world.configs.get_info(task_id, call()):
+            continue
         told = world.pushed.get(task_id, [])
         state = record.task.status.state
         if state not in told:
-            yield (
+            found.append(
                 f'6 (each webhook is told): {task_id} is {_name(state)}, its '
                 f'webhook heard {[_name(s) for s in told]}'
             )
         if others := (set(told) & TERMINAL) - {state}:
-            yield (
+            found.append(
                 f'6 (one outcome): {task_id} is {_name(state)}, its webhook '
                 f'heard {[_name(s) for s in sorted(others)]} too'
             )
+    return found
 
 
 def _harmless(world: World) -> Iterable[str]:

@@ -188,7 +188,9 @@ class Replica:
             try:
                 await self.handler.start()
             except Exception:
+                # The process ends with it, and another one is started.
                 await self.handler.aclose()
+                self.line.sessions.clear()
                 await asyncio.sleep(1)
                 continue
             break
@@ -654,9 +656,11 @@ class World:
         replica = await self._somebody(where)
         heard = Heard(replica, 'send')
         client.heard.append(heard)
+        sent = SendMessageRequest()  # The SDK writes ids into it.
+        sent.CopyFrom(request)
         replica.take(
             heard,
-            lambda handler: handler.on_message_send_stream(request, call()),
+            lambda handler: handler.on_message_send_stream(sent, call()),
         )
         await heard.done.wait()
         self._note_heard(client, heard)
@@ -723,8 +727,10 @@ class World:
         for client in self.clients.values():
             for heard in client.heard:
                 record = self.database.tasks.get(heard.task_id)
-                if record is not None and (
-                    record.task.status.state in INTERRUPTED
+                if (
+                    heard.kind == 'listen'
+                    and record is not None
+                    and record.task.status.state in INTERRUPTED
                 ):
                     # Somebody may answer, and it would hear of that.
                     continue

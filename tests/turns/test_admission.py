@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
+from a2a.types.a2a_pb2 import CancelTaskRequest
 from a2a.utils.errors import (
     InternalError,
     TaskNotFoundError,
@@ -18,6 +19,7 @@ from a2a_lease.demo.sabotage import without_sweep
 from a2a_lease.model import LeaseRequest, LeaseState
 from a2a_lease.turns.marks import mark_of
 from support.inprocess import (
+    CANCELED,
     COMPLETED,
     INPUT_REQUIRED,
     SETTINGS,
@@ -323,8 +325,9 @@ async def test_an_acquire_that_landed_after_all_is_undone(
     assert answer.status.state == COMPLETED
 
 
-async def test_what_a_canceled_acquire_took_is_let_go_through_an_outage(
-    service: Service,
+@pytest.mark.parametrize('meanwhile', ['an outage', 'a cancel'])
+async def test_what_a_canceled_acquire_took_is_let_go(
+    service: Service, meanwhile: str
 ):
     replica = await service.replica(_ask)
     task = await replica.handler.on_message_send(message(), call())
@@ -347,6 +350,19 @@ async def test_what_a_canceled_acquire_took_is_let_go_through_an_outage(
         before=mark_of(task.status),
         call_context=b'{}',
     )
+    acquiring = asyncio.ensure_future(store.acquire(request))
+    await acquiring
+    if meanwhile == 'a cancel':
+        other = await service.replica(_ask)
+        canceled = await other.handler.on_cancel_task(
+            CancelTaskRequest(id=task.id), call()
+        )
+        assert canceled.status.state == CANCELED
+        await replica.handler._turns.undo(acquiring, request, call())
+        assert await replica.lease(task.id) is None
+        told = replica.pushes.states(task.id) + other.pushes.states(task.id)
+        assert told.count(CANCELED) == 1
+        return
     move, lost = store.move, []
 
     async def move_or_lose(*which, **how):
@@ -356,9 +372,7 @@ async def test_what_a_canceled_acquire_took_is_let_go_through_an_outage(
         return await move(*which, **how)
 
     store.move = move_or_lose
-    await replica.handler._turns.undo(
-        asyncio.ensure_future(store.acquire(request)), request
-    )
+    await replica.handler._turns.undo(acquiring, request, call())
     assert lost
     assert (await replica.lease(task.id)).state is LeaseState.FREE
 

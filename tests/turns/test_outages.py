@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import asyncmy.errors
@@ -16,6 +17,7 @@ from a2a.types.a2a_pb2 import (
     TaskArtifactUpdateEvent,
     TaskStatusUpdateEvent,
 )
+from a2a.utils.errors import InternalError
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -24,6 +26,8 @@ from a2a_lease.outage import is_outage
 from support.inprocess import (
     COMPLETED,
     FAILED,
+    INPUT_REQUIRED,
+    SETTINGS,
     WORKING,
     Desk,
     call,
@@ -262,6 +266,57 @@ async def test_a_remote_subscription_outlasts_a_lost_connection(
     assert texts == ['one', 'two']
     assert seen[-1].status.state == COMPLETED
     assert flaky[0].broken >= 3
+
+
+class Away(FlakyTasks):
+    """Cannot be read, for so many reads, when the SDK begins a turn."""
+
+    left = 0
+
+    async def get(self, task_id, context):
+        task = asyncio.current_task()
+        assert task is not None
+        if self.left and task.get_name().startswith('producer:'):
+            self.left -= 1
+            raise _connection_lost()
+        return await super().get(task_id, context)
+
+
+@pytest.mark.parametrize('left', [6, 10_000])
+async def test_a_paused_task_is_not_failed_since_it_cannot_be_read(
+    service: Service, left: int
+):
+    """The SDK would fail it, though the turn for the answer never began."""
+
+    async def ask(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(INPUT_REQUIRED)
+
+    async def answer(desk: Desk) -> None:
+        await desk.status(COMPLETED)
+
+    stores: list[Away] = []
+
+    def wrap(store):
+        stores.append(Away(store))
+        return stores[-1]
+
+    asks = await service.replica(ask)
+    answers = await service.replica(
+        answer, wrap_tasks=wrap, settings=replace(SETTINGS, acquire_timeout=2)
+    )
+    task = await asks.handler.on_message_send(message(), call())
+    stores[0].left = left
+    answering = answers.handler.on_message_send(message(task=task), call())
+    if left < 10:
+        assert (await answering).status.state == COMPLETED
+        return
+    with pytest.raises(InternalError, match='Send it again'):
+        await answering
+    assert await asks.state(task.id) == INPUT_REQUIRED
+    stores[0].left = 0
+    answered = await answers.handler.on_message_send(message(task=task), call())
+    assert answered.status.state == COMPLETED
 
 
 def _is_failed(event) -> bool:

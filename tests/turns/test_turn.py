@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from a2a.types.a2a_pb2 import Message, Task
+from a2a.utils.errors import A2AError
 
 from a2a_lease import LeaseError, current_lease
 from a2a_lease.model import LeaseState
@@ -278,6 +280,55 @@ async def test_an_exception_before_any_event_is_pushed_as_failed(
     [(task_id, event)] = replica.pushes.sent
     assert event.status.state == FAILED
     assert await replica.state(task_id) == FAILED
+
+
+async def test_an_exception_just_after_a_pause_is_pushed_as_failed(
+    service: Service,
+):
+    """The SDK closes the queue before it has saved what is in it."""
+
+    async def agent(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(AUTH_REQUIRED)
+        await desk.status(WORKING)
+        raise RuntimeError('boom')
+
+    replica = await service.replica(agent)
+    with contextlib.suppress(RuntimeError):
+        await replica.handler.on_message_send(message(), call())
+
+    async def none_left():
+        return not await service.leases.leases()
+
+    await until(none_left)
+    task_id, event = replica.pushes.sent[-1]
+    assert event.status.state == FAILED
+    assert await replica.state(task_id) == FAILED
+
+
+async def test_no_lease_waits_for_what_is_never_saved(service: Service):
+    """The SDK ends at an event that is not of its task, whatever follows."""
+
+    async def agent(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        own, desk.task_id = desk.task_id, 'another'
+        await desk.artifact('one')
+        desk.task_id = own
+        await desk.artifact('two')
+        raise RuntimeError('boom')
+
+    replica = await service.replica(
+        agent, settings=dataclasses.replace(SETTINGS, stop_timeout=0.2)
+    )
+    with pytest.raises(A2AError):
+        await replica.handler.on_message_send(message(), call())
+
+    async def none_left():
+        return not await service.leases.leases()
+
+    await until(none_left)
+    assert await replica.state(replica.pushes.sent[0][0]) == FAILED
 
 
 class Slow:

@@ -18,7 +18,7 @@ from a2a_lease.errors import (
 )
 from a2a_lease.model import LeaseRequest, LeaseState
 from a2a_lease.outage import is_outage, pauses
-from a2a_lease.turns.call_context import hold_of
+from a2a_lease.turns.call_context import hold_of, with_hold
 from a2a_lease.turns.marks import mark_of
 from a2a_lease.turns.record import TurnRecord
 from a2a_lease.turns.turn import Turn
@@ -157,7 +157,7 @@ class Admission:
                 self.refuse_if_closed()
                 request = self._request(turn, context, session, acquire_id)
                 try:
-                    lease = await self._acquire_once(request)
+                    lease = await self._acquire_once(turn, request)
                 except LeaseConflictError:
                     unknown = None
                     raise
@@ -187,16 +187,21 @@ class Admission:
                             self._turns.store.acquire(unknown)
                         ),
                         unknown,
+                        turn.context,
                     )
                 )
 
-    async def _acquire_once(self, request: LeaseRequest) -> TaskLease:
+    async def _acquire_once(
+        self, turn: Turn, request: LeaseRequest
+    ) -> TaskLease:
         acquiring = asyncio.ensure_future(self._turns.store.acquire(request))
         try:
             return await asyncio.shield(acquiring)
         except asyncio.CancelledError:
             # It may be past its commit: what it takes must not be left.
-            self._turns.spawn(self._turns.undo(acquiring, request))
+            self._turns.spawn(
+                self._turns.undo(acquiring, request, turn.context)
+            )
             raise
 
     async def _session(self, until: float) -> LiveSession:
@@ -286,6 +291,8 @@ class LeasedContextBuilder(RequestContextBuilder):
             and task_id is not None
         ):
             await self._admission.wait(turn, task_id)
+        if turn is not None:
+            context = with_hold(context, turn, queued=True)
         request_context = await self._inner.build(
             context=context,
             params=params,

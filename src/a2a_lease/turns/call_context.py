@@ -20,10 +20,15 @@ class _HoldingState(MutableMapping[str, Any]):
     """
 
     def __init__(
-        self, original: MutableMapping[str, Any], hold: Hold | None
+        self,
+        original: MutableMapping[str, Any],
+        hold: Hold | None,
+        *,
+        queued: bool,
     ) -> None:
         self._original = original
         self.hold = hold
+        self.queued = queued
         self.saved_outcome = False
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401
@@ -46,17 +51,25 @@ class _HoldingState(MutableMapping[str, Any]):
 
 
 def with_hold(
-    context: ServerCallContext, hold: Hold | None
+    context: ServerCallContext, hold: Hold | None, *, queued: bool = False
 ) -> ServerCallContext:
     """Returns the call context with the hold under which its saves go.
 
     Context variables do not reach the task store, which runs in another
     asyncio task than the agent; the call context does.
+
+    Args:
+        context: Of the request.
+        hold: Under which it saves.
+        queued: Whether it is that of a request which the SDK has queued, and
+            whose client no longer hears of an error by itself.
     """
     state = context.state
     if isinstance(state, _HoldingState):
         state = state._original  # noqa: SLF001
-    return context.model_copy(update={'state': _HoldingState(state, hold)})
+    return context.model_copy(
+        update={'state': _HoldingState(state, hold, queued=queued)}
+    )
 
 
 def note_outcome(context: ServerCallContext) -> None:
@@ -76,3 +89,9 @@ def hold_of(context: ServerCallContext) -> Hold | None:
     """Returns the hold that `with_hold` put there."""
     state = context.state
     return state.hold if isinstance(state, _HoldingState) else None
+
+
+def is_queued(context: ServerCallContext) -> bool:
+    """Returns what `with_hold` was told."""
+    state = context.state
+    return isinstance(state, _HoldingState) and state.queued

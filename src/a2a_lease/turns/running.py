@@ -181,10 +181,14 @@ class Turns:
         if turn is None:
             return False
         # Its client may have gone before the SDK came to it.
-        if turn.until < self._clock.monotonic():
+        if self.time_left(turn) < 0:
             self.unreserve(turn)
             return False
         return True
+
+    def time_left(self, turn: Turn) -> float:
+        """Returns the seconds for which a turn may still wait to begin."""
+        return turn.until - self._clock.monotonic()
 
     def unreserve(self, turn: Turn) -> None:
         """Makes way for the next one: the turn has begun, or never will."""
@@ -365,8 +369,11 @@ class Turns:
         """
         if turn.ending is None or turn.loss is not None:
             return
-        if turn.has_pending and not turn.is_deaf():
-            # What the agent emitted before its end is still to be saved.
+        if turn.has_pending and not (
+            turn.ending is Ending.RETURNED and turn.is_deaf()
+        ):
+            # What the agent emitted before its end is still to be saved, also
+            # from a queue that the SDK closes after an exception or a cancel.
             return
         if turn.settled:
             self._let_go(turn, keep_token=not turn.settled_for_good)
@@ -400,12 +407,12 @@ class Turns:
         )
 
         turn.idle = True
-        self._end(turn, lambda: self._set(turn, LeaseState.IDLE))
+        self._end(turn, lambda: self._rest(turn, LeaseState.IDLE))
 
     def _let_go(self, turn: Turn, *, keep_token: bool) -> None:
         turn.over = True
         if keep_token:
-            self._end(turn, lambda: self._set(turn, LeaseState.FREE))
+            self._end(turn, lambda: self._rest(turn, LeaseState.FREE))
         else:
             self._end(turn, lambda: self._release(turn))
 
@@ -437,8 +444,9 @@ class Turns:
             and lease.state in (LeaseState.RUNNING, LeaseState.RECOVERING)
         )
 
-    async def _set(self, turn: Turn, state: LeaseState) -> None:
-        lease = turn.lease
+    async def _set(
+        self, lease: TaskLease, context: ServerCallContext, state: LeaseState
+    ) -> None:
         if await self.store.move(
             self.service, lease.task_id, token=lease.token, state=state
         ):
@@ -450,15 +458,20 @@ class Turns:
             and stored.cancel_requested
         ):
             # It was canceled while it came to its own end.
-            await self._tell_canceled(turn)
-            await self._release(turn)
+            await self._tell_canceled(lease.task_id, context)
+            await self.store.release(
+                self.service, lease.task_id, token=lease.token
+            )
+
+    async def _rest(self, turn: Turn, state: LeaseState) -> None:
+        await self._set(turn.lease, turn.context, state)
 
     def _move(self, turn: Turn, state: LeaseState) -> None:
         self.spawn(
             self._in_order(
                 turn,
                 lambda: self._through_outages(
-                    turn, lambda: self._set(turn, state)
+                    turn, lambda: self._rest(turn, state)
                 ),
             )
         )
@@ -487,7 +500,10 @@ class Turns:
             await asyncio.sleep(pause)
 
     async def undo(
-        self, acquiring: asyncio.Future[TaskLease], request: LeaseRequest
+        self,
+        acquiring: asyncio.Future[TaskLease],
+        request: LeaseRequest,
+        context: ServerCallContext,
     ) -> None:
         """Lets go what a canceled request acquires after all."""
         for pause in pauses():
@@ -510,11 +526,10 @@ class Turns:
                         self.service, lease.task_id, token=lease.token
                     )
                 else:
-                    await self.store.move(
-                        self.service,
-                        lease.task_id,
-                        token=lease.token,
-                        state=LeaseState.FREE if paused else LeaseState.IDLE,
+                    await self._set(
+                        lease,
+                        context,
+                        LeaseState.FREE if paused else LeaseState.IDLE,
                     )
                 return
             except Exception as error:
@@ -569,7 +584,10 @@ class Turns:
     async def _stop_canceled(self, turn: Turn) -> None:
         # The lease goes last: if this replica dies before the push, recovery
         # does it.
-        await asyncio.gather(self._tell_canceled(turn), self._stop_agent(turn))
+        await asyncio.gather(
+            self._tell_canceled(turn.lease.task_id, turn.context),
+            self._stop_agent(turn),
+        )
         await self._through_outages(turn, lambda: self._release(turn))
 
     async def _stop_agent(self, turn: Turn) -> None:
@@ -580,15 +598,16 @@ class Turns:
         await self._watch_stop(turn)
         await turn.ended.wait()
 
-    async def _tell_canceled(self, turn: Turn) -> None:
+    async def _tell_canceled(
+        self, task_id: str, context: ServerCallContext
+    ) -> None:
         """Pushes a cancel that came through another replica.
 
         Its holder does it, so that a recovery does it again if the holder
         dies.
         """
-        task_id = turn.lease.task_id
         stored = await read_through_outages(
-            self._task_store, task_id, turn.context, permit=always
+            self._task_store, task_id, context, permit=always
         )
         if (
             stored is not None
@@ -628,10 +647,13 @@ class Turns:
                 continue
             if (
                 turn.ending in (Ending.RAISED, Ending.CANCELED)
-                and not turn.settled
+                and not turn.over
                 and self._is_left(turn, passed)
             ):
-                turn.lose(Loss.DIED)
+                if turn.settled:
+                    self._let_go(turn, keep_token=not turn.settled_for_good)
+                else:
+                    turn.lose(Loss.DIED)
             elif turn.ending is None and turn.is_deaf():
                 # Nobody listens to the agent any more.
                 if not turn.settled_for_good:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -12,9 +13,10 @@ from a2a.server.cluster import (
     VersionedTaskStore,
 )
 from a2a.types.a2a_pb2 import Task, TaskState, TaskStatusUpdateEvent
+from a2a.utils.errors import InternalError
 
 from a2a_lease.model import LeaseState
-from a2a_lease.turns.call_context import hold_of, note_outcome
+from a2a_lease.turns.call_context import hold_of, is_queued, note_outcome
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import (
     INTERRUPTED,
@@ -68,13 +70,7 @@ class LeasedTaskStore(VersionedTaskStore):
             if isinstance(hold, Turn)
             else nullcontext()
         ):
-            stored = await read_through_outages(
-                self.inner,
-                task_id,
-                context,
-                permit=_while_held(hold, task_id),
-                tries=_tries(hold),
-            )
+            stored = await self._read(task_id, context, hold)
         if stored is not None and stored.task.id != task_id:
             # MySQL compares ids without case; the lease is on the other one.
             return None
@@ -94,6 +90,38 @@ class LeasedTaskStore(VersionedTaskStore):
                 # Canceled elsewhere, and noticed before the heartbeat told.
                 hold.lose(Loss.CANCELED)
         return stored
+
+    async def _read(
+        self, task_id: str, context: ServerCallContext, hold: Hold | None
+    ) -> StoredTask | None:
+        permit = _while_held(hold, task_id)
+        if not (
+            isinstance(hold, Turn) and not hold.held and is_queued(context)
+        ):
+            return await read_through_outages(
+                self.inner, task_id, context, permit=permit, tries=_tries(hold)
+            )
+        try:
+            async with asyncio.timeout(max(0.0, self._turns.time_left(hold))):
+                return await read_through_outages(
+                    self.inner, task_id, context, permit=permit
+                )
+        except Exception as error:
+            # Raised to the SDK it would fail a task whose turn never began.
+            logger.warning(
+                'Task %s could not be read, so a message for it is refused; '
+                'the task is untouched: %s',
+                task_id,
+                error or type(error).__name__,
+                extra={'task_id': task_id},
+            )
+            hold.refuse(
+                InternalError(
+                    message='The message was not delivered, since its task '
+                    'could not be read. Send it again.'
+                )
+            )
+            raise asyncio.CancelledError from error
 
     async def save(
         self,
@@ -147,13 +175,15 @@ class LeasedTaskStore(VersionedTaskStore):
             return version
 
         _tell_apart(task, event, hold)
-        if hold.state is LeaseState.PARKED and not has_settled(
+        goes_on = hold.state is LeaseState.PARKED and not has_settled(
             task.status, hold.lease.before
-        ):
-            await self._turns.resume(hold)
+        )
         try:
-            with self._turns.at_work(task.id), self._turns.saving(hold):
-                version = await save()
+            with self._turns.at_work(task.id):
+                if goes_on:
+                    await self._turns.resume(hold)
+                with self._turns.saving(hold):
+                    version = await save()
         except ConcurrentTaskModificationError:
             raise
         except Exception:
