@@ -101,11 +101,16 @@ class LeasedTaskStore(VersionedTaskStore):
             return await read_through_outages(
                 self.inner, task_id, context, permit=permit, tries=_tries(hold)
             )
+
+        async def permit_in_time() -> None:
+            await permit()
+            if self._turns.time_left(hold) < 0:
+                raise TimeoutError('The database was away for too long.')
+
         try:
-            async with asyncio.timeout(max(0.0, self._turns.time_left(hold))):
-                return await read_through_outages(
-                    self.inner, task_id, context, permit=permit
-                )
+            return await read_through_outages(
+                self.inner, task_id, context, permit=permit_in_time
+            )
         except Exception as error:
             # Raised to the SDK it would fail a task whose turn never began.
             logger.warning(
