@@ -1039,4 +1039,12 @@ MUTANTS = [
         ('tests/simulation',),
         only='41484',
     ),
+    Mutant(
+        'that a turn runs again is told as often as an outage comes',
+        'recovery/recovery.py',
+        'elif claim.told is None:',
+        'else:',
+        CROSSING,
+        only='sqlite and told_once',
+    ),
 ]

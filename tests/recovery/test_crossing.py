@@ -416,6 +416,43 @@ async def test_a_turn_that_never_begins_again_fails_after_its_budget(
 # Webhooks and neighbours that are slow.
 
 
+async def test_that_a_turn_runs_again_is_told_once(stage: Stage):
+    """Though what follows the event meets an outage."""
+
+    async def script(desk: Desk, run: int) -> None:
+        if run == 1:
+            await desk.task()
+            await desk.status(WORKING)
+            await forever()
+        await desk.status(COMPLETED)
+
+    await stage.open(script, policy=ReExecute(backoff=0.0))
+    events, listening = _listen(stage)
+    await stage.until_state(WORKING)
+    store = stage.service.leases
+    move, lost = store.move, []
+
+    async def move_or_lose(*which: Any, **how: Any) -> bool:
+        if how['state'] is LeaseState.RUNNING and len(lost) < 2:
+            lost.append(which)
+            raise ConnectionResetError('lost')
+        return await move(*which, **how)
+
+    store.move = move_or_lose
+    await stage.kill()
+    await asyncio.wait_for(listening, 20)
+    assert len(lost) == 2
+    assert _states(events)[-1] == COMPLETED
+    told = [
+        event
+        for event in events
+        if isinstance(event, TaskStatusUpdateEvent)
+        and 'a2a_lease' in event.metadata
+    ]
+    tasks = [event for event in events[1:] if isinstance(event, Task)]
+    assert len(told) + len(tasks) == 1
+
+
 async def test_a_webhook_does_not_hold_up_a_turn_that_runs_again(
     stage: Stage,
 ):

@@ -107,7 +107,8 @@ def _was_silent(replica: Replica) -> bool:
 
 def _runs(world: World) -> Iterable[str]:
     deaths = world.deaths + sum(
-        len(replica.silences) + replica.disturbed for replica in world.replicas
+        len(replica.silences) + replica.disturbed + replica.stubborn
+        for replica in world.replicas
     )
     for run in world.runs:
         for other in run.beside:
@@ -129,7 +130,9 @@ async def _sessions(world: World) -> list[str]:
         for replica in world.replicas:
             if session.id not in replica.line.sessions:
                 continue
-            left = replica.ended.is_set() and replica.disturbed
+            left = replica.ended.is_set() and (
+                replica.disturbed or replica.stubborn
+            )
             if (
                 session.state is SessionState.FENCED
                 and not _was_silent(replica)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 LENGTH = 40.0
 """Virtual seconds in which things go wrong."""
-OF_CLIENTS = ('talk', 'again', 'listen', 'cancel')
+OF_CLIENTS = ('talk', 'ask', 'again', 'hurry', 'listen', 'cancel')
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,10 @@ class Action:
 
     at: float
     kind: str
-    """Of a client: `talk`, `again`, `listen`, `cancel`. Of a process: `kill`,
-    `term`, `stop`, `block`, `cut`, `lossy`. Of the database: `down`,
-    `freeze`."""
+    """Of a client: `talk` (and stream), `ask` (and wait), `again` (the first
+    message), `hurry` (the last one, for its task), `listen`, `cancel`. Of a
+    process: `kill`, `term`, `stop`, `block`, `cut`, `lossy`. Of the database:
+    `down`, `freeze`."""
     who: int
     """Which client, or which process."""
     seconds: float = 0.0
@@ -69,13 +70,18 @@ def make_schedule(seed: int) -> Schedule:
         actions.append(
             Action(
                 at,
-                'talk',
+                chance.choice(['talk', 'talk', 'ask']),
                 client,
                 where=chance.randrange(replicas),
                 scripts=tuple(_scripts(chance)),
             )
         )
-        for kind, often in (('again', 0.3), ('listen', 0.5), ('cancel', 0.15)):
+        for kind, often in (
+            ('again', 0.2),
+            ('hurry', 0.3),
+            ('listen', 0.5),
+            ('cancel', 0.15),
+        ):
             if chance.random() < often:
                 actions.append(
                     Action(
@@ -124,7 +130,8 @@ _FAULTS: list[tuple[str, float]] = [
 def _scripts(chance: random.Random) -> list[str]:
     scripts = []
     for _ in range(chance.choice([0, 0, 0, 1, 2])):
-        scripts.append(f'{_work(chance)}; input')
+        pause = chance.choice(['input', 'input', 'auth'])
+        scripts.append(f'{_work(chance)}; {pause}')
     end = chance.choices(
         ['complete', 'fail', 'raise', 'message', 'poison'], [10, 1, 1, 1, 0.5]
     )[0]
@@ -140,7 +147,10 @@ def _scripts(chance: random.Random) -> list[str]:
 def _work(chance: random.Random) -> str:
     steps = chance.randint(1, 5)
     pause = chance.choice([0, chance.uniform(0, 1), chance.uniform(0, 5)])
-    return f'count {steps} {pause:.2f}'
+    work = f'count {steps} {pause:.2f}'
+    if chance.random() < 0.1:
+        work += f'; stubborn {chance.uniform(0, 6):.1f}'
+    return work
 
 
 def shrink(schedule: Schedule, fails: Callable[[Schedule], Any]) -> Schedule:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +18,15 @@ from simulation.schedule import Action, Schedule, make_schedule, shrink
 
 
 SEED = int(os.environ.get('CHAOS_SEED') or random.randrange(10**9))
-FOUND_A_FAULT = (252, 373, 488, 2502, 2780, 5026, 41484)
+FOUND = (Path(__file__).parent / 'found.jsonl').read_text().splitlines()
+"""Schedules that found a fault; a new one is added as it is printed."""
 
 
-@pytest.mark.parametrize('seed', FOUND_A_FAULT)
-def test_a_fault_that_was_found_stays_away(seed: int):
-    assert not simulate(make_schedule(seed)).broken
+@pytest.mark.parametrize(
+    'line', FOUND, ids=[str(json.loads(line)['seed']) for line in FOUND]
+)
+def test_a_fault_that_was_found_stays_away(line: str):
+    assert not simulate(Schedule.of_json(line)).broken
 
 
 @pytest.mark.parametrize('number', range(10))

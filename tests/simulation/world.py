@@ -141,6 +141,8 @@ class Replica:
         self.requests: list[Heard] = []
         self.silences: list[tuple[float, float]] = []
         """From when to when it was stopped, or cut off."""
+        self.stubborn = False
+        """Whether an agent ignored its cancellation there."""
         self.disturbed = False
         """Whether it met an error, or a pause."""
 
@@ -239,7 +241,8 @@ class Webhook(PushNotificationSender):
     async def send_notification(self, task_id: str, event: Any) -> None:
         """Takes a while."""
         world = self._replica.world
-        await asyncio.sleep(world.chance.expovariate(1 / 0.01))
+        slow = world.chance.random() < 0.05
+        await asyncio.sleep(world.chance.expovariate(1 if slow else 100))
         if hasattr(event, 'status'):
             world.pushed.setdefault(task_id, []).append(event.status.state)
 
@@ -308,6 +311,8 @@ class Agent(AgentExecutor):
             await self._count(int(rest[0]), float(rest[1]), context, out)
         elif step == 'sleep':
             await asyncio.sleep(float(rest[0]))
+        elif step == 'stubborn':
+            await self._stubborn(float(rest[0]))
         elif step == 'raise':
             raise RuntimeError('as told')
         elif step == 'poison':
@@ -331,6 +336,14 @@ class Agent(AgentExecutor):
                     metadata=by,
                 )
             )
+
+    async def _stubborn(self, seconds: float) -> None:
+        until = self._replica.world.loop.time() + seconds
+        while (left := until - self._replica.world.loop.time()) > 0:
+            try:
+                await asyncio.sleep(left)
+            except asyncio.CancelledError:
+                self._replica.stubborn = True
 
     async def _count(
         self, end: int, pause: float, context: RequestContext, out: EventQueue
@@ -395,8 +408,8 @@ class Client:
 
     number: int
     heard: list[Heard] = field(default_factory=list)
-    first: SendMessageRequest | None = None
-    """What it said first."""
+    said: list[SendMessageRequest] = field(default_factory=list)
+    """Its messages, as they were sent."""
 
     @property
     def task_id(self) -> str:
@@ -602,6 +615,12 @@ class World:
     # Clients.
 
     async def _talk(self, action: Action) -> None:
+        await self._converse(action, 'send')
+
+    async def _ask(self, action: Action) -> None:
+        await self._converse(action, 'ask')
+
+    async def _converse(self, action: Action, kind: str) -> None:
         client = self.clients[action.who] = Client(action.who)
         where = action.where
         for number, script in enumerate(action.scripts):
@@ -619,9 +638,9 @@ class World:
                     )
                 ),
             )
-            client.first = client.first or request
-            while True:
-                heard = await self._send(client, request, where)
+            client.said.append(request)
+            for _ in range(3):
+                heard = await self._send(client, request, where, kind)
                 if heard.events or not isinstance(heard.error, ConnectionError):
                     break
                 # Nobody knows whether it was heard; it is said again.
@@ -651,16 +670,26 @@ class World:
             await asyncio.sleep(0.2)
 
     async def _send(
-        self, client: Client, request: SendMessageRequest, where: int
+        self,
+        client: Client,
+        request: SendMessageRequest,
+        where: int,
+        kind: str = 'send',
     ) -> Heard:
         replica = await self._somebody(where)
-        heard = Heard(replica, 'send')
+        heard = Heard(replica, kind)
         client.heard.append(heard)
         sent = SendMessageRequest()  # The SDK writes ids into it.
         sent.CopyFrom(request)
+
+        async def ask(handler: Any) -> AsyncGenerator[Any]:
+            yield await handler.on_message_send(sent, call())
+
         replica.take(
             heard,
-            lambda handler: handler.on_message_send_stream(sent, call()),
+            ask
+            if kind == 'ask'
+            else lambda handler: handler.on_message_send_stream(sent, call()),
         )
         await heard.done.wait()
         self._note_heard(client, heard)
@@ -674,9 +703,17 @@ class World:
 
     async def _again(self, action: Action) -> None:
         client = self.clients.get(action.who, Client(-1))
-        if client.first is None:
+        if client.said:
+            await self._send(client, client.said[0], action.where)
+
+    async def _hurry(self, action: Action) -> None:
+        client = self.clients.get(action.who, Client(-1))
+        if not client.task_id:
             return
-        await self._send(client, client.first, action.where)
+        last = SendMessageRequest()
+        last.CopyFrom(client.said[-1])
+        last.message.task_id = client.task_id
+        await self._send(client, last, action.where)
 
     async def _listen(self, action: Action) -> None:
         client = self.clients.get(action.who, Client(-1))

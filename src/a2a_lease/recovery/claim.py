@@ -12,6 +12,8 @@ from a2a_lease.turns.hold import Hold
 if TYPE_CHECKING:
     import asyncio
 
+    from a2a.types.a2a_pb2 import TaskStatusUpdateEvent
+
     from a2a_lease.model import ClaimedLease, TaskLease
     from a2a_lease.replica.session import LiveSession
     from a2a_lease.stores.lease_store import LeaseStore
@@ -37,6 +39,8 @@ class Claim(Hold):
         """Set when the turn has ended that was here, on this replica."""
         self.waited = False
         """Whether it was waited before the turn runs again."""
+        self.told: TaskStatusUpdateEvent | None = None
+        """The event that says so, once it is saved."""
         self.hold(lease, session)
         self.cause = cause
         self.was_idle = was_idle
@@ -60,6 +64,7 @@ class Claim(Hold):
         self.from_session = self.session.id
         self.silence = 0.0
         self.waited = False
+        self.told = None
 
     @classmethod
     def of_ended(

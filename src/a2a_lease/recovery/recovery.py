@@ -683,7 +683,8 @@ class Recovery:
             the turn pushes waits for that, and the agent does not.
         """
         lease = claim.lease
-        event = running_event(
+        # It is told once, though what follows may meet an outage.
+        event = claim.told or running_event(
             claim, context_id=task.context_id if task else lease.context_id
         )
         if task is None:
@@ -695,11 +696,13 @@ class Recovery:
                 metadata=event.metadata,
             )
             await manager.save_task_event(task)
+            claim.told = event
             await self._store.note_stored(
                 self._service, {lease.task_id: lease.token}
             )
-        else:
+        elif claim.told is None:
             await manager.save_task_event(event)
+            claim.told = event
         if not await self._store.move(
             self._service,
             lease.task_id,
