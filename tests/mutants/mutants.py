@@ -43,7 +43,9 @@ MUTANTS = [
     Mutant(
         'the lease goes while events are still to be saved',
         'turns/running.py',
-        'if turn.has_pending and not turn.is_deaf():',
+        'if turn.has_pending and not (\n'
+        '            turn.ending is Ending.RETURNED and turn.is_deaf()\n'
+        '        ):',
         'if False:',
         RECOVERY,
     ),
@@ -495,9 +497,9 @@ MUTANTS = [
     Mutant(
         'a free lease is handed over',
         'stores/database.py',
-        "            {'session_id': session_id},\n"
-        '            self._leases.c.session_id.is_not(None),\n',
-        "            {'session_id': session_id},\n",
+        "                {'session_id': session_id},\n"
+        '                self._leases.c.session_id.is_not(None),\n',
+        "                {'session_id': session_id},\n",
         STORES,
     ),
     Mutant(
@@ -526,8 +528,10 @@ MUTANTS = [
     Mutant(
         'a turn runs again without a save of its own before',
         'recovery/recovery.py',
-        '        else:\n            await manager.save_task_event(event)\n'
+        '            await manager.save_task_event(event)\n'
+        '            claim.told = event\n'
         '        if not await self._store.move(',
+        '            claim.told = event\n'
         '        if not await self._store.move(',
         AGAIN,
     ),
@@ -745,10 +749,14 @@ MUTANTS = [
     Mutant(
         'the lease of a canceled task goes before its push',
         'turns/running.py',
-        'await asyncio.gather(self._tell_canceled(turn), '
-        'self._stop_agent(turn))',
-        'self.spawn(self._tell_canceled(turn))\n'
-        '        await self._stop_agent(turn)',
+        'await asyncio.gather(\n'
+        '            self._tell_canceled(turn.lease.task_id, turn.context),\n'
+        '            self._stop_agent(turn),\n'
+        '        )\n',
+        'self.spawn(\n'
+        '            self._tell_canceled(turn.lease.task_id, turn.context)\n'
+        '        )\n'
+        '        await self._stop_agent(turn)\n',
         CANCEL,
     ),
     Mutant(
