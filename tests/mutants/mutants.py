@@ -977,7 +977,7 @@ MUTANTS = [
         '                    until = _after(_LINGER)\n                self._last',
         '                    pass\n                self._last',
         ('tests/turns/test_following.py',),
-        only='slow_reader',
+        only='still_come',
     ),
     Mutant(
         'a stream brings the next turn twice',
@@ -1024,8 +1024,8 @@ MUTANTS = [
         'turns/running.py',
         'turn.ending is Ending.RETURNED and turn.is_deaf()',
         'turn.is_deaf()',
-        ('tests/turns/test_turn.py',),
-        only='sqlite and just_after_a_pause',
+        ('tests/simulation',),
+        only='5026',
     ),
     Mutant(
         'a lease waits for what is never saved',

@@ -344,21 +344,25 @@ async def test_closing_is_bounded_when_the_database_hangs(store, caplog):
     assert 'gave no answer for 0.2 s' in caplog.text
 
 
+def stumbling(left: int) -> Callable[[], Awaitable[None]]:
+    """Returns a trouble that passes after so many calls."""
+
+    async def stumble() -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            raise OSError('connection lost')
+
+    return stumble
+
+
 async def test_a_session_is_closed_though_the_database_stumbles(store):
     """Others would wait for the time to live, and count an attempt."""
     troubled = Troubled(store)
     replica = Replica(troubled, SETTINGS, SERVICE, listener=Ears())
     await replica.start()
     session = replica.session
-    left = 3
-
-    async def stumble():
-        nonlocal left
-        left -= 1
-        if left:
-            raise OSError('connection lost')
-
-    troubled.state['trouble']['close_session'] = stumble
+    troubled.state['trouble']['close_session'] = stumbling(2)
     await replica.close(timeout=10)
     assert await state_of(store, session.id) is SessionState.CLOSED
 
@@ -367,15 +371,7 @@ async def test_a_hand_over_lands_though_the_database_stumbles(store, start):
     troubled = Troubled(store)
     replica = await start(troubled)
     lease = await acquire(store, replica.session.id)
-    left = 3
-
-    async def stumble():
-        nonlocal left
-        left -= 1
-        if left:
-            raise OSError('connection lost')
-
-    troubled.state['trouble']['hand_over'] = stumble
+    troubled.state['trouble']['hand_over'] = stumbling(2)
     await replica.hand_over({lease.task_id: lease.token}, timeout=10)
     handed = await store.get(SERVICE, lease.task_id)
     assert await state_of(store, handed.session_id) is SessionState.CLOSED

@@ -15,6 +15,7 @@ from a2a.types.a2a_pb2 import (
 from a2a_lease.turns.following import LocalStream
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.shown import Shown
+from simulation.loop import VirtualLoop
 from support.inprocess import (
     INPUT_REQUIRED,
     WORKING,
@@ -128,3 +129,26 @@ async def test_a_slow_reader_gets_all_of_a_turn_that_is_over(
         await asyncio.sleep(0.1)
     assert events == own
     assert local.seen == TaskVersion(4)
+
+
+def test_a_stream_is_not_left_while_events_still_come():
+    """Each of them begins the wait anew, in virtual time."""
+    turn: Any = _Turn()
+    own = [TaskStatusUpdateEvent(task_id=f'{n}') for n in range(4)]
+    for number, event in enumerate(own, start=1):
+        turn.shown.add(event, TaskVersion(number))
+
+    async def source():
+        for event in own:
+            await asyncio.sleep(0.6)
+            yield event
+        await asyncio.Event().wait()
+
+    async def listen() -> list[Any]:
+        over = asyncio.Event()
+        over.set()
+        return [e async for e in LocalStream(source(), turn, over).events()]
+
+    loop = VirtualLoop()
+    assert loop.run_until_complete(listen()) == own
+    loop.end()
