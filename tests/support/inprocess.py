@@ -17,6 +17,7 @@ from a2a.server.agent_execution import AgentExecutor
 from a2a.server.cluster import (
     DatabaseTaskEventStream,
     VersionedDatabaseTaskStore,
+    VersionedTaskStore,
 )
 from a2a.server.context import ServerCallContext
 from a2a.server.tasks import (
@@ -349,3 +350,45 @@ async def until(
         while not (result := await condition()):
             await asyncio.sleep(0.01)
         return result
+
+
+class SlowTasks(VersionedTaskStore):
+    """Holds up one save, past its permit, until it is told to go on."""
+
+    def __init__(self, inner: VersionedTaskStore) -> None:
+        self.inner = inner
+        self.holds = None
+        self.entered, self.go_on = asyncio.Event(), asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def save(self, task, **rest):
+        if task.status.state == self.holds:
+            self.holds = None
+            self.entered.set()
+            await self.go_on.wait()
+        return await self.inner.save(task, **rest)
+
+    async def get(self, task_id, context):
+        return await self.inner.get(task_id, context)
+
+    async def list(self, params, context):
+        return await self.inner.list(params, context)
+
+    async def delete(self, task_id, context):
+        await self.inner.delete(task_id, context)
+
+
+async def slow_replica(
+    service: Service, script: Any, holds: int, **options: Any
+) -> tuple[InProcessReplica, SlowTasks]:
+    """Makes a replica whose save of a state takes its time."""
+    made: list[SlowTasks] = []
+
+    def wrap(store):
+        made.append(SlowTasks(store))
+        made[0].holds = holds
+        return made[0]
+
+    return await service.replica(script, wrap_tasks=wrap, **options), made[0]

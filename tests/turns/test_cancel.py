@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from a2a.server.cluster import VersionedTaskStore
 from a2a.types.a2a_pb2 import CancelTaskRequest, SubscribeToTaskRequest
 from a2a.utils.errors import TaskNotCancelableError
 from sqlalchemy import JSON, column, table, update
@@ -21,6 +20,7 @@ from support.inprocess import (
     ScriptedAgent,
     call,
     message,
+    slow_replica,
     stubbornly,
     until,
 )
@@ -335,32 +335,6 @@ async def test_a_stream_ends_with_a_cancel_of_the_version_that_it_has_seen(
     await _nothing_left(service)
 
 
-class _Slow(VersionedTaskStore):
-    """Takes its time to save that a task is completed."""
-
-    def __init__(self, inner: VersionedTaskStore) -> None:
-        self._inner = inner
-        self.saves, self.go_on = asyncio.Event(), asyncio.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def save(self, task, **rest):
-        if task.status.state == COMPLETED:
-            self.saves.set()
-            await self.go_on.wait()
-        return await self._inner.save(task, **rest)
-
-    async def get(self, task_id, context):
-        return await self._inner.get(task_id, context)
-
-    async def list(self, params, context):
-        return await self._inner.list(params, context)
-
-    async def delete(self, task_id, context):
-        await self._inner.delete(task_id, context)
-
-
 async def test_a_cancel_that_meets_the_last_words_leaves_no_lease(
     service: Service,
 ):
@@ -371,18 +345,12 @@ async def test_a_cancel_that_meets_the_last_words_leaves_no_lease(
         await desk.status(WORKING)
         await desk.status(COMPLETED)
 
-    slow: list[_Slow] = []
-
-    def wrap(store: VersionedTaskStore) -> _Slow:
-        slow.append(_Slow(store))
-        return slow[0]
-
-    runs = await service.replica(complete, wrap_tasks=wrap)
+    runs, slow = await slow_replica(service, complete, COMPLETED)
     sending = asyncio.ensure_future(
         runs.handler.on_message_send(message(), call())
     )
     async with asyncio.timeout(20):
-        await slow[0].saves.wait()
+        await slow.entered.wait()
     [lease] = await service.leases.leases()
 
     async def returned():
@@ -394,7 +362,7 @@ async def test_a_cancel_that_meets_the_last_words_leaves_no_lease(
         runs.handler.on_cancel_task(CancelTaskRequest(id=lease.task_id), call())
     )
     await service.beats(runs, 2)
-    slow[0].go_on.set()
+    slow.go_on.set()
     await asyncio.wait({sending, canceling}, timeout=20)
     assert canceling.done()
     assert await runs.state(lease.task_id) in (COMPLETED, CANCELED)

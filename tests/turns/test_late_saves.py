@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from a2a.server.cluster import VersionedTaskStore
 
 from a2a_lease import current_lease
 from a2a_lease.model import LeaseState, SessionState
@@ -20,53 +19,13 @@ from support.inprocess import (
     Desk,
     call,
     message,
+    slow_replica,
     until,
 )
 
 
 if TYPE_CHECKING:
     from support.inprocess import InProcessReplica, Service
-
-
-class SlowTasks(VersionedTaskStore):
-    """Holds up one save, past its permit, until it is told to go on."""
-
-    def __init__(self, inner: VersionedTaskStore) -> None:
-        self.inner = inner
-        self.holds = None
-        self.entered, self.go_on = asyncio.Event(), asyncio.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    async def save(self, task, **rest):
-        if task.status.state == self.holds:
-            self.holds = None
-            self.entered.set()
-            await self.go_on.wait()
-        return await self.inner.save(task, **rest)
-
-    async def get(self, task_id, context):
-        return await self.inner.get(task_id, context)
-
-    async def list(self, params, context):
-        return await self.inner.list(params, context)
-
-    async def delete(self, task_id, context):
-        await self.inner.delete(task_id, context)
-
-
-async def _slow(
-    service: Service, script: Any, holds: int, **options: Any
-) -> tuple[InProcessReplica, SlowTasks]:
-    made: list[SlowTasks] = []
-
-    def wrap(store):
-        made.append(SlowTasks(store))
-        made[0].holds = holds
-        return made[0]
-
-    return await service.replica(script, wrap_tasks=wrap, **options), made[0]
 
 
 async def _fence(service: Service, session_id: str) -> None:
@@ -98,7 +57,7 @@ async def _work(desk: Desk) -> None:
 
 async def test_a_first_save_that_lands_after_recovery(service: Service):
     """Recovery found no task, and had nothing to write."""
-    old, slow = await _slow(service, _work, WORKING)
+    old, slow = await slow_replica(service, _work, WORKING)
     new = await service.replica(_work)
     sending = asyncio.ensure_future(
         old.handler.on_message_send(message(), call())
@@ -133,7 +92,7 @@ async def test_a_save_out_of_a_pause_that_lands_after_recovery(
         await desk.status(WORKING)
         await asyncio.Event().wait()
 
-    old, slow = await _slow(service, goes_on, WORKING)
+    old, slow = await slow_replica(service, goes_on, WORKING)
     new = await service.replica(_work)
     paused = await old.handler.on_message_send(message(), call())
     assert paused.status.state == AUTH_REQUIRED
@@ -156,7 +115,7 @@ async def test_a_save_out_of_a_pause_that_lands_after_recovery(
 
 
 async def test_a_drain_waits_for_a_save_under_way(service: Service):
-    old, slow = await _slow(
+    old, slow = await slow_replica(
         service,
         _work,
         WORKING,
@@ -185,7 +144,7 @@ async def test_a_drain_waits_for_a_save_under_way(service: Service):
 async def test_a_drain_hands_over_nothing_before_a_save_has_ended(
     service: Service, caplog: pytest.LogCaptureFixture
 ):
-    old, slow = await _slow(
+    old, slow = await slow_replica(
         service,
         _work,
         WORKING,
