@@ -11,13 +11,14 @@ from a2a.server.models import (
     TaskEventModel,
     TaskModel,
 )
-from a2a.types.a2a_pb2 import StreamResponse, Task, TaskState
+from a2a.types.a2a_pb2 import StreamResponse, Task
 from google.protobuf.json_format import MessageToDict
 from sqlalchemy import select
 
 from a2a_lease.model import SessionState
 from chaos.faults import DEADLY, Kind
 from chaos.stage import OVER, PAUSED
+from support.log import broken_log, state_name
 
 
 if TYPE_CHECKING:
@@ -44,10 +45,6 @@ async def broken(stage: Stage) -> list[str]:
         *await _pushes(stage, tasks),
         *await _owners(stage),
     ]
-
-
-def _name(state: int) -> str:
-    return TaskState.Name(state).removeprefix('TASK_STATE_')
 
 
 def _plain(metadata: Any) -> str:
@@ -105,9 +102,9 @@ def _one_outcome(
     state = task.status.state
     if state not in allowed:
         yield (
-            f'6 (one outcome): task {task.id} is {_name(state)} with '
+            f'6 (one outcome): task {task.id} is {state_name(state)} with '
             f'{_plain(task.metadata)}, and may be '
-            f'{sorted(map(_name, allowed))}'
+            f'{sorted(map(state_name, allowed))}'
         )
     texts = _texts(task)
     if len(texts) != len(set(texts)):
@@ -137,44 +134,13 @@ async def _events(stage: Stage, tasks: dict[str, Task]) -> list[str]:
         versions = [version for version, _ in log]
         if versions != sorted(set(versions)):
             found.append(f'4 (fenced): versions of {task_id}: {versions}')
-        found += _one_log(task_id, [event for _, event in log], tasks)
-    return found
-
-
-def _one_log(
-    task_id: str, log: list[StreamResponse], tasks: dict[str, Task]
-) -> Iterable[str]:
-    floor, ended, last = 0, None, None
-    for response in log:
-        kind = response.WhichOneof('payload')
-        event = getattr(response, kind)
-        metadata = dict(event.metadata)
-        token = int(metadata.get('token', 0))
-        if ended is not None:
-            yield (
-                f'5 (a terminal state never changes): {kind} of {task_id} '
-                f'after {_name(ended)}'
-            )
-        if kind != 'artifact_update':
-            last = event.status.state
-            if last in OVER:
-                ended = last
-        if 'a2a_lease' in metadata:
-            # From here on nothing of an older lease.
-            floor += 1
-        elif token and token < floor:
-            yield (
-                f'4 (fenced): token {token} wrote {kind} of {task_id} '
-                f'after token {floor} had taken over'
-            )
-        else:
-            floor = max(floor, token)
-    task = tasks.get(task_id)
-    if task is not None and last is not None and task.status.state != last:
-        yield (
-            f'6 (one outcome): {task_id} is {_name(task.status.state)}, its '
-            f'last event says {_name(last)}'
+        task = tasks.get(task_id)
+        found += broken_log(
+            task_id,
+            [getattr(e, e.WhichOneof('payload')) for _, e in log],
+            task.status.state if task is not None else None,
         )
+    return found
 
 
 async def _sessions(stage: Stage) -> list[str]:
@@ -271,11 +237,11 @@ def _streams(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
         task = tasks.get(heard.task_id)
         if task is None:
             continue
-        states = [_name(state) for state in heard.states]
+        states = [state_name(state) for state in heard.states]
         if not states or heard.states[-1] != task.status.state:
             yield (
                 f'4 (streams go on): {who} ended with {states}, the task is '
-                f'{_name(task.status.state)}'
+                f'{state_name(task.status.state)}'
             )
         if (parts := _rebuilt(heard)) != _texts(task):
             yield (
@@ -308,13 +274,13 @@ async def _pushes(stage: Stage, tasks: dict[str, Task]) -> list[str]:
         states = told[task_id]
         if state not in states and not passed_over:
             found.append(
-                f'6 (each webhook is told): {task_id} is {_name(state)}, its '
-                f'webhook heard {[_name(s) for s in states]}'
+                f'6 (each webhook is told): {task_id} is {state_name(state)}, its '
+                f'webhook heard {[state_name(s) for s in states]}'
             )
         if others := (set(states) & OVER) - {state}:
             found.append(
-                f'6 (one outcome): {task_id} is {_name(state)}, its webhook '
-                f'heard {[_name(s) for s in others]} too'
+                f'6 (one outcome): {task_id} is {state_name(state)}, its webhook '
+                f'heard {[state_name(s) for s in others]} too'
             )
     return found
 

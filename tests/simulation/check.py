@@ -9,9 +9,9 @@ from a2a.types.a2a_pb2 import Task, TaskArtifactUpdateEvent, TaskState
 
 from a2a_lease.model import SessionState
 from a2a_lease.turns.marks import INTERRUPTED, TERMINAL
-from simulation.database import Record
 from simulation.world import SILENT, Heard, Replica, World
 from support.inprocess import call
+from support.log import broken_log, state_name
 
 
 async def broken(world: World) -> list[str]:
@@ -28,10 +28,6 @@ async def broken(world: World) -> list[str]:
     ]
 
 
-def _name(state: int) -> str:
-    return TaskState.Name(state).removeprefix('TASK_STATE_')
-
-
 def _artifacts(task: Task) -> dict[str, list[str]]:
     return {
         artifact.artifact_id: [part.text for part in artifact.parts]
@@ -46,38 +42,10 @@ def _nothing_is_left_behind(world: World) -> Iterable[str]:
 
 def _events(world: World) -> Iterable[str]:
     for task_id, record in world.database.tasks.items():
-        yield from _one_log(task_id, record)
-
-
-def _one_log(task_id: str, record: Record) -> Iterable[str]:
-    floor, ended, last = 0, None, None
-    for _, event in record.events:
-        kind = type(event).__name__
-        metadata = dict(event.metadata)
-        token = int(metadata.get('token', 0))
-        if ended is not None:
-            yield (
-                f'5 (a terminal state never changes): {kind} of {task_id} '
-                f'after {_name(ended)}'
-            )
-        if not isinstance(event, TaskArtifactUpdateEvent):
-            last = event.status.state
-            if last in TERMINAL:
-                ended = last
-        if 'a2a_lease' in metadata:
-            floor += 1
-        elif token and token < floor:
-            yield (
-                f'4 (fenced): token {token} wrote {kind} of {task_id} after '
-                f'token {floor} had taken over'
-            )
-        else:
-            floor = max(floor, token)
-    if last is not None and record.task.status.state != last:
-        yield (
-            f'6 (one outcome): {task_id} is '
-            f'{_name(record.task.status.state)}, its last event says '
-            f'{_name(last)}'
+        yield from broken_log(
+            task_id,
+            [event for _, event in record.events],
+            record.task.status.state,
         )
 
 
@@ -186,14 +154,14 @@ def _streams(world: World) -> Iterable[str]:
             elif not states or states[-1] not in TERMINAL | INTERRUPTED:
                 yield (
                     f'4 (streams go on): {who} ended with '
-                    f'{[_name(s) for s in states]}'
+                    f'{[state_name(s) for s in states]}'
                 )
             elif states[-1] in TERMINAL:
                 state = record.task.status.state
                 if states[-1] != state:
                     yield (
                         f'6 (one outcome): {who} ended with '
-                        f'{_name(states[-1])}, the task is {_name(state)}'
+                        f'{state_name(states[-1])}, the task is {state_name(state)}'
                     )
                     continue
                 if states[-1] == TaskState.TASK_STATE_CANCELED:
@@ -219,13 +187,13 @@ async def _pushes(world: World) -> list[str]:
         state = record.task.status.state
         if state not in told:
             found.append(
-                f'6 (each webhook is told): {task_id} is {_name(state)}, its '
-                f'webhook heard {[_name(s) for s in told]}'
+                f'6 (each webhook is told): {task_id} is {state_name(state)}, its '
+                f'webhook heard {[state_name(s) for s in told]}'
             )
         if others := (set(told) & TERMINAL) - {state}:
             found.append(
-                f'6 (one outcome): {task_id} is {_name(state)}, its webhook '
-                f'heard {[_name(s) for s in sorted(others)]} too'
+                f'6 (one outcome): {task_id} is {state_name(state)}, its webhook '
+                f'heard {[state_name(s) for s in sorted(others)]} too'
             )
     return found
 

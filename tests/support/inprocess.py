@@ -239,6 +239,18 @@ class InProcessReplica:
         task = await self.stored(task_id, user)
         return task.status.state if task is not None else None
 
+    async def working(self) -> Task:
+        """Waits until a task with a lease works, and returns it."""
+
+        async def working() -> Task | None:
+            for lease in await self.leases.leases():
+                task = await self.stored(lease.task_id)
+                if task is not None and task.status.state == WORKING:
+                    return task
+            return None
+
+        return await until(working)
+
 
 def card(name: str = 'agent') -> AgentCard:
     return AgentCard(

@@ -33,7 +33,7 @@ from support.inprocess import (
 
 
 if TYPE_CHECKING:
-    from support.inprocess import InProcessReplica, Service
+    from support.inprocess import Service
 
 
 async def _ask(desk: Desk) -> None:
@@ -44,17 +44,6 @@ async def _ask(desk: Desk) -> None:
 
 async def _finish(desk: Desk) -> None:
     await desk.status(COMPLETED)
-
-
-async def _running(replica: InProcessReplica):
-    async def working():
-        for lease in await replica.leases.leases():
-            task = await replica.stored(lease.task_id)
-            if task is not None and task.status.state == WORKING:
-                return task
-        return None
-
-    return await until(working)
 
 
 @pytest.mark.parametrize('where', ['here', 'elsewhere'])
@@ -76,7 +65,7 @@ async def test_a_follow_up_waits_for_the_running_turn(
     sending = asyncio.ensure_future(
         first.handler.on_message_send(message(), call())
     )
-    task = await _running(first)
+    task = await first.working()
     through = first if where == 'here' else second
     following = asyncio.ensure_future(
         through.handler.on_message_send(message(task=task), call())
@@ -108,7 +97,7 @@ async def test_a_follow_up_that_waited_too_long_is_refused(
     sending = asyncio.ensure_future(
         first.handler.on_message_send(message(), call())
     )
-    task = await _running(first)
+    task = await first.working()
     before = await first.tasks.get(task.id, call())
     through = first if where == 'here' else second
     with pytest.raises(UnsupportedOperationError, match=task.id) as refused:
@@ -201,7 +190,7 @@ async def test_a_dead_owner_is_taken_over_by_the_next_message_at_once(
         old.handler.on_message_send(message(), call())
     )
     await begun.wait()
-    task = await _running(old)
+    task = await old.working()
     lease = await old.lease(task.id)
     # Nobody sweeps here: the message itself must take over.
     new = await service.replica(

@@ -36,14 +36,7 @@ async def _start(replica: InProcessReplica):
         replica.handler.on_message_send(message(), call())
     )
 
-    async def working():
-        for lease in await replica.leases.leases():
-            task = await replica.stored(lease.task_id)
-            if task is not None and task.status.state == WORKING:
-                return task
-        return None
-
-    return await until(working), sending
+    return await replica.working(), sending
 
 
 async def _nothing_left(service: Service) -> None:

@@ -78,12 +78,7 @@ async def test_a_subscription_ends_when_its_task_pauses(service: Service):
         replica.handler.on_message_send(message(), call())
     )
 
-    async def working():
-        [lease] = await service.leases.leases() or [None]
-        task = lease and await replica.stored(lease.task_id)
-        return task if task and task.status.state == WORKING else None
-
-    task = await until(working)
+    task = await replica.working()
     states: list[int] = []
 
     async def listen() -> None:

@@ -245,12 +245,7 @@ async def test_a_remote_subscription_outlasts_a_lost_connection(
     )
     await begun.wait()
 
-    async def working():
-        [lease] = await service.leases.leases()
-        task = await runs.stored(lease.task_id)
-        return task if task and task.status.state == WORKING else None
-
-    task = await until(working)
+    task = await runs.working()
     seen = []
     async for event in watches.handler.on_subscribe_to_task(
         SubscribeToTaskRequest(id=task.id), call()
@@ -441,12 +436,7 @@ async def test_a_subscription_elsewhere_outlasts_a_database_that_is_away(
         runs.handler.on_message_send(message(), call())
     )
 
-    async def working():
-        [lease] = await service.leases.leases() or [None]
-        task = lease and await runs.stored(lease.task_id)
-        return task if task and task.status.state == WORKING else None
-
-    task = await until(working)
+    task = await runs.working()
     events = []
 
     async def listen() -> None:

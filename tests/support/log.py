@@ -1,0 +1,58 @@
+"""What is true of every task's log of events, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from a2a.types.a2a_pb2 import TaskArtifactUpdateEvent, TaskState
+
+from a2a_lease.turns.marks import TERMINAL
+
+
+def state_name(state: int) -> str:
+    return TaskState.Name(state).removeprefix('TASK_STATE_')
+
+
+def broken_log(
+    task_id: str, events: Iterable[Any], state: int | None
+) -> Iterable[str]:
+    """Names each promise that a log breaks.
+
+    Agents write the token of their lease into each event; the handler's own
+    mark says that a newer lease took over.
+
+    Args:
+        task_id: whose log it is.
+        events: in the order of the log.
+        state: of the stored task, if there is one.
+    """
+    floor, ended, last = 0, None, None
+    for event in events:
+        kind = type(event).__name__
+        metadata = dict(event.metadata)
+        token = int(metadata.get('token', 0))
+        if ended is not None:
+            yield (
+                f'5 (a terminal state never changes): {kind} of {task_id} '
+                f'after {state_name(ended)}'
+            )
+        if not isinstance(event, TaskArtifactUpdateEvent):
+            last = event.status.state
+            if last in TERMINAL:
+                ended = last
+        if 'a2a_lease' in metadata:
+            # From here on nothing of an older lease.
+            floor += 1
+        elif token and token < floor:
+            yield (
+                f'4 (fenced): token {token} wrote {kind} of {task_id} after '
+                f'token {floor} had taken over'
+            )
+        else:
+            floor = max(floor, token)
+    if state is not None and last is not None and state != last:
+        yield (
+            f'6 (one outcome): {task_id} is {state_name(state)}, its last '
+            f'event says {state_name(last)}'
+        )
