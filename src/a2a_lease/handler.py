@@ -48,7 +48,11 @@ from a2a_lease.shutdown import Shutdown
 from a2a_lease.stores.lease_store import LeaseStore
 from a2a_lease.stores.schema import LONGEST_ID
 from a2a_lease.turns.admission import Admission, LeasedContextBuilder
-from a2a_lease.turns.call_context import saved_outcome, with_hold
+from a2a_lease.turns.call_context import (
+    saved_outcome,
+    with_current_hold,
+    with_hold,
+)
 from a2a_lease.turns.codec import ContextCodec, survives
 from a2a_lease.turns.event_stream import LeasedEventStream
 from a2a_lease.turns.executor import LeasedExecutor
@@ -715,16 +719,10 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
     ) -> Task | None:
         """Cancels a task on whichever replica runs it, within bounds."""
         await self._start_late()
-        turn = self._turns.of(params.id)
-        if turn is not None and (turn.loss or turn.ending):
-            turn = None
-        context = with_hold(context, None)
-        call = asyncio.ensure_future(
-            super().on_cancel_task(
-                params,
-                with_hold(context, turn) if turn is not None else context,
-            )
-        )
+        turn_met = self._turns.followed(params.id)
+        alone = with_hold(context, None)
+        context = with_current_hold(context, turn_met)
+        call = asyncio.ensure_future(super().on_cancel_task(params, context))
         try:
             await asyncio.wait({call}, timeout=self.settings.stop_timeout)
         finally:
@@ -736,20 +734,22 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             try:
                 task = call.result()
             except TaskNotCancelableError:
-                if turn is None:
+                if turn_met() is None:
                     raise
                 # The turn ended meanwhile, and may have paused its task.
-                task = await self._cancel_without_agent(params.id, context)
+                task = await self._cancel_without_agent(params.id, alone)
             except ConcurrentTaskModificationError:
                 # Another replica took over what was thought to run here.
-                task = await self._cancel_without_agent(params.id, context)
+                task = await self._cancel_without_agent(params.id, alone)
         else:
-            task = await self._cancel_without_agent(params.id, context)
+            task = await self._cancel_without_agent(params.id, alone)
         if task is not None and (
             task.status.state == TaskState.TASK_STATE_CANCELED
         ):
             await self._tell_canceled(
-                task, turn, by_this_call=saved_outcome(context)
+                task,
+                turn_met(),
+                by_this_call=saved_outcome(context) or saved_outcome(alone),
             )
         return task
 

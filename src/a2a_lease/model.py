@@ -161,7 +161,10 @@ class ClaimedLease:
     lease: TaskLease
     """As it is now: the claimer's session and a new token."""
     previous_session_id: str
+    """Whose turn it was; a recovery that died in between changes nothing."""
     previous_state: LeaseState
-    """What the lease was doing when its session ended."""
+    """What the lease was doing when that session ended."""
+    previous_closed: bool
+    """Whether that session ended in good order."""
     previous_session: Session | None
     """How that session ended; None if its row is missing."""

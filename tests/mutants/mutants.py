@@ -1055,4 +1055,50 @@ MUTANTS = [
         CROSSING,
         only='sqlite and told_once',
     ),
+    Mutant(
+        'a cancel keeps to the turn that it met first',
+        'turns/running.py',
+        '            return met\n\n        latest()',
+        '            return first\n\n        first = self.of(task_id)\n'
+        '        latest()',
+        ('tests/simulation',),
+        only='2000168',
+    ),
+    Mutant(
+        'a claim whose answer was lost is forgotten',
+        'recovery/recovery.py',
+        '        except Exception:\n'
+        '            self._may_have_claimed = True\n'
+        '            raise\n'
+        '        for one',
+        '        for one',
+        RECOVERY,
+        only='sqlite and without_an_answer',
+    ),
+    Mutant(
+        'a task that is taken up is left when an answer is lost',
+        'recovery/recovery.py',
+        'found.acquire_id == acquire_id',
+        'found.acquire_id == 0',
+        RECOVERY,
+        only='sqlite and taken_up',
+    ),
+    Mutant(
+        'a recovery that died hides how the turn ended',
+        'stores/database.py',
+        'leases.c.previous_session_id.is_not(None),\n            )\n'
+        '            closed',
+        'leases.c.previous_session_id.is_(None),\n            )\n'
+        '            closed',
+        STORES,
+        only='sqlite and hides_nothing',
+    ),
+    Mutant(
+        'a lease is parked before its pause is pushed',
+        'turns/running.py',
+        'turn.parks = True',
+        'self._move(turn, LeaseState.PARKED)',
+        TURN,
+        only='sqlite and once_the_pause_is_pushed',
+    ),
 ]

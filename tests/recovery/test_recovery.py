@@ -24,6 +24,7 @@ from a2a_lease import (
     RecoveryPolicy,
 )
 from a2a_lease.model import LeaseRequest, LeaseState, TaskMark
+from a2a_lease.stores.database import DatabaseLeaseStore
 from a2a_lease.turns.marks import mark_of
 from support.inprocess import (
     AUTH_REQUIRED,
@@ -464,3 +465,102 @@ async def test_an_agent_that_cancels_itself_is_recovered(service: Service):
     assert stored.status.state == FAILED
     assert stored.metadata['a2a_lease']['reason'] == 'turn_died'
     assert replica.pushes.states(task.id)[-1] == FAILED
+
+
+class LosesAnswers(DatabaseLeaseStore):
+    """A call lands, and the connection breaks before it says so."""
+
+    def __init__(self, engine: Any, *lost: str) -> None:
+        super().__init__(engine)
+        self._lost = list(lost)
+
+    def _once(self, name: str, answer: Any) -> Any:
+        if answer and self._lost[:1] == [name]:
+            self._lost.pop(0)
+            raise ConnectionResetError('lost as it committed')
+        return answer
+
+    async def claim(self, *args: Any, **rest: Any) -> Any:
+        return self._once('claim', await super().claim(*args, **rest))
+
+    async def claimed_by(self, *args: Any) -> Any:
+        return self._once('claimed_by', await super().claimed_by(*args))
+
+    async def acquire(self, request: Any) -> Any:
+        return self._once('acquire', await super().acquire(request))
+
+    async def reclaim(self, *args: Any, **rest: Any) -> Any:
+        return self._once('reclaim', await super().reclaim(*args, **rest))
+
+
+@pytest.mark.parametrize('lost', [['claim'], ['claim', 'claimed_by']])
+async def test_a_claim_without_an_answer_is_found(
+    service: Service, lost: list[str]
+):
+    """Nobody else may claim it while its claimer lives."""
+    replica = await service.replica(
+        _nothing, leases=LosesAnswers(service.engine, *lost)
+    )
+    dead = await Dead(service).open(replica)
+    await dead.store('lost', WORKING)
+    await dead.lease('lost')
+    await dead.store('idle', WORKING)
+    await dead.lease('idle', state=LeaseState.IDLE)
+    await dead.close()
+
+    async def decided():
+        lease = await replica.lease('idle')
+        return (
+            await replica.state('lost') == FAILED
+            and lease.state is LeaseState.IDLE
+            and lease.session_id != dead.session_id
+        )
+
+    await until(decided)
+    task = await replica.stored('lost')
+    assert task is not None
+    assert task.metadata['a2a_lease']['reason'] == 'replica_closed'
+    # Its turn had ended in good order.
+    assert await replica.state('idle') == WORKING
+
+
+@pytest.mark.parametrize('lost', ['acquire', 'reclaim'])
+async def test_a_task_is_taken_up_though_an_answer_is_lost(
+    service: Service, lost: str
+):
+    """What a save left that landed after its lease was gone."""
+    replica = await service.replica(
+        _nothing, leases=LosesAnswers(service.engine, lost)
+    )
+    dead = await Dead(service).open(replica)
+    await dead.store('t', WORKING)
+    handler = replica.handler
+    turn = handler._turns.new_turn(
+        context=call(), owner='ada', kept_context=ContextCodec().dump(call())
+    )
+    lease = await service.leases.acquire(
+        LeaseRequest(
+            service='agent',
+            task_id='t',
+            context_id='context',
+            owner='ada',
+            session_id=dead.session_id,
+            acquire_id='acquire',
+            expected_token=None,
+            before=None,
+            call_context=ContextCodec().dump(call()),
+        )
+    )
+    await service.leases.move(
+        'agent', 't', token=lease.token, state=LeaseState.FREE
+    )
+    session = handler._replica.session
+    assert session is not None
+    turn.hold(lease, session)
+    handler._turns.dead_turns.take_up(turn)
+    await _settled(service)
+
+    async def failed():
+        return await replica.state('t') == FAILED
+
+    await until(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import random
 import sys
@@ -29,27 +30,34 @@ def simulate(schedule: Schedule, *, tell: bool = False) -> Result:
     results: list[Result | BaseException] = []
 
     def play() -> None:
-        world = World(schedule, tell=tell)
         try:
-            world.run()
-            results.append(
-                Result(
-                    tuple(world.loop.run_until_complete(broken(world))),
-                    tuple(world.trace),
-                )
-            )
+            results.append(_result(schedule, tell=tell))
         except BaseException as error:
             results.append(error)
         finally:
-            world.close()
+            # What the killed left unfinished ends when it is collected: not
+            # before the end, and on the thread that has its locks.
+            gc.collect()
 
+    gc.disable()
     thread = threading.Thread(target=play)
     thread.start()
     thread.join()
+    gc.enable()
     [result] = results
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def _result(schedule: Schedule, *, tell: bool) -> Result:
+    world = World(schedule, tell=tell)
+    try:
+        world.run()
+        found = world.loop.run_until_complete(broken(world))
+        return Result(tuple(found), tuple(world.trace))
+    finally:
+        world.close()
 
 
 def _play(seed: int) -> tuple[int, tuple[str, ...]]:
@@ -76,6 +84,7 @@ def main() -> int:
     began = time.monotonic()
     failed = []
     seeds = range(arguments.seed, arguments.seed + arguments.count)
+    gc.freeze()  # What is there already needs no look after each schedule.
     with ProcessPoolExecutor(arguments.at_once) as workers:
         for seed, found in workers.map(_play, seeds, chunksize=8):
             if found:

@@ -186,6 +186,40 @@ async def test_a_turn_that_goes_on_after_a_pause_is_parked_meanwhile(
     assert await replica.state(task.id) == COMPLETED
 
 
+async def test_a_lease_is_parked_once_the_pause_is_pushed(service: Service):
+    """If the replica dies before the push, recovery pushes."""
+    seen: list[LeaseState] = []
+
+    async def agent(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(AUTH_REQUIRED)
+        await asyncio.Event().wait()
+
+    replica = await service.replica(agent)
+
+    async def look(task_id: str, event: Any) -> None:
+        if event.status.state == AUTH_REQUIRED:
+            # Enough for what a save has begun beside.
+            await service.beats(replica, 2)
+            seen.append((await replica.lease(task_id)).state)
+
+    replica.pushes.before_send = look
+    sending = asyncio.ensure_future(
+        replica.handler.on_message_send(message(), call())
+    )
+
+    async def parked():
+        return [
+            lease
+            for lease in await service.leases.leases()
+            if lease.state is LeaseState.PARKED
+        ]
+
+    await until(parked)
+    assert seen == [LeaseState.RUNNING]
+    await sending
+
+
 async def test_a_plain_answer_leaves_nothing_behind(service: Service):
     async def agent(desk: Desk) -> None:
         await desk.reply('hi')

@@ -76,13 +76,18 @@ class Claim(Hold):
     ) -> Claim:
         """Makes the claim on what another session left."""
         ended = claimed.previous_session
-        closed = ended is not None and ended.state is SessionState.CLOSED
+        closed = claimed.previous_closed
+        fenced = ended is not None and ended.state is SessionState.FENCED
+        if claimed.previous_session_id == session.id:
+            cause = Cause.TURN_DIED
+        else:
+            cause = Cause.REPLICA_CLOSED if closed else Cause.REPLICA_LOST
         return cls(
             store,
             lease=claimed.lease,
             session=session,
-            cause=Cause.REPLICA_CLOSED if closed else Cause.REPLICA_LOST,
+            cause=cause,
             was_idle=closed and claimed.previous_state is LeaseState.IDLE,
-            silence=ended.silence if ended is not None and not closed else 0.0,
+            silence=ended.silence if ended is not None and fenced else 0.0,
             from_session=claimed.previous_session_id,
         )

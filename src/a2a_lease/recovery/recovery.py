@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,6 +120,10 @@ class Recovery:
         self._room = Room(settings.run_again_limit)
         self._claims: set[Claim] = set()
         """What is still to be decided."""
+        self._at_hand: Counter[str] = Counter()
+        """How many here look after each task."""
+        self._may_have_claimed = False
+        """Whether the answer to a claim was lost, which may have landed."""
         self._waiting: dict[asyncio.Task[None], Claim] = {}
         self._aside: set[Claim] = set()
         """What failed, and is tried again after a while."""
@@ -225,6 +230,8 @@ class Recovery:
         if unnoted:
             await self._store.note_stored(self._service, unnoted)
             self._turns.noted(unnoted)
+        if self._may_have_claimed:
+            await self._find_claims()
         if self._ended:
             await self._claim(self._ended)
         if self._clock.monotonic() >= self._thorough_at:
@@ -259,6 +266,9 @@ class Recovery:
             )
         except SessionEndedError:
             return
+        except Exception:
+            self._may_have_claimed = True
+            raise
         for one in claimed:
             self._begin(Claim.of_ended(self._store, one, session=session))
         if ended is not None and len(claimed) < room:
@@ -266,11 +276,51 @@ class Recovery:
                 if await self._store.forget_session(session_id):
                     self._ended.pop(session_id, None)
 
+    async def _find_claims(self) -> None:
+        """Takes in what was claimed without an answer."""
+        session = self._replica.session
+        if (
+            session is None
+            or not session.fresh()
+            or self._turns.handing_over
+            or self._is_closed()
+        ):
+            return
+        at_hand = self._tasks_at_hand()
+        claimed = await self._store.claimed_by(self._service, session.id)
+        at_hand |= self._tasks_at_hand()
+        self._may_have_claimed = False
+        for one in claimed:
+            if one.lease.task_id in at_hand:
+                # Perhaps under another token; it is seen when that is over.
+                self._may_have_claimed = True
+            else:
+                self._begin(Claim.of_ended(self._store, one, session=session))
+
+    def _tasks_at_hand(self) -> set[str]:
+        return {claim.lease.task_id for claim in self._claims} | set(
+            self._at_hand
+        )
+
+    @contextmanager
+    def _looking_after(self, task_id: str) -> Generator[None]:
+        self._at_hand[task_id] += 1
+        try:
+            yield
+        finally:
+            self._at_hand[task_id] -= 1
+            if not self._at_hand[task_id]:
+                del self._at_hand[task_id]
+
     def adopt(self, turn: Turn) -> None:
         """Recovers a turn that died here."""
         self._spawn(self._adopt(turn))
 
     async def _adopt(self, turn: Turn) -> None:
+        with self._looking_after(turn.lease.task_id):
+            await self._reclaim_and_recover(turn)
+
+    async def _reclaim_and_recover(self, turn: Turn) -> None:
         lease = turn.lease
         for pause in pauses():
             if turn.session.ended:
@@ -309,7 +359,12 @@ class Recovery:
         self._spawn(self._take_up(turn))
 
     async def _take_up(self, turn: Turn) -> None:
+        with self._looking_after(turn.lease.task_id):
+            await self._acquire_and_recover(turn)
+
+    async def _acquire_and_recover(self, turn: Turn) -> None:
         lease = turn.lease
+        acquire_id = uuid.uuid4().hex
         for pause in pauses(
             first=self._settings.sweep_interval, longest=self._settings.ttl
         ):
@@ -317,6 +372,12 @@ class Recovery:
                 found, may_be_acquired = await self._store.holder(
                     self._service, lease.task_id
                 )
+                if found is not None and found.acquire_id == acquire_id:
+                    # The answer to that was lost.
+                    claim = await self._reclaim(turn, found)
+                    if claim is not None:
+                        await self._recover(claim)
+                    return
                 if found is not None and found.state is LeaseState.RECOVERING:
                     # It may be about to let the lease go without a save.
                     pass
@@ -330,7 +391,7 @@ class Recovery:
                     )
                     if stored is None or rests(stored.task):
                         return
-                    claim = await self._acquire(turn, found)
+                    claim = await self._acquire(turn, found, acquire_id)
                     if claim is not None:
                         await self._recover(claim)
                         return
@@ -343,7 +404,7 @@ class Recovery:
                 await asyncio.sleep(pause)
 
     async def _acquire(
-        self, turn: Turn, found: TaskLease | None
+        self, turn: Turn, found: TaskLease | None, acquire_id: str
     ) -> Claim | None:
         session = self._replica.session
         if session is None or session.ended:
@@ -356,16 +417,23 @@ class Recovery:
                 context_id=lease.context_id,
                 owner=lease.owner,
                 session_id=session.id,
-                acquire_id=uuid.uuid4().hex,
+                acquire_id=acquire_id,
                 expected_token=found.token if found is not None else None,
                 before=lease.before,
                 call_context=lease.call_context,
             )
         )
+        return await self._reclaim(turn, taken)
+
+    async def _reclaim(self, turn: Turn, taken: TaskLease) -> Claim | None:
+        session = self._replica.session
+        if session is None or session.id != taken.session_id:
+            return None
+        landed = taken.state is LeaseState.RECOVERING
         reclaimed = await self._store.reclaim(
             self._service,
-            lease.task_id,
-            token=taken.token,
+            taken.task_id,
+            token=taken.token - landed,
             session_id=session.id,
         )
         if reclaimed is None:
@@ -400,6 +468,10 @@ class Recovery:
         What fails for good is set aside, ever longer, and leaves its place to
         the others meanwhile.
         """
+        with self._looking_after(claim.lease.task_id):
+            await self._recover_in_the_end(claim)
+
+    async def _recover_in_the_end(self, claim: Claim) -> None:
         self._claims.add(claim)
         tries = 0
         for pause in pauses(first=_SET_ASIDE, longest=_LONGEST_SET_ASIDE):
@@ -647,12 +719,16 @@ class Recovery:
             exc_info=error,
             extra=self._fields(claim, action='run_again'),
         )
-        reclaimed = await self._store.reclaim(
-            self._service,
-            lease.task_id,
-            token=lease.token,
-            session_id=claim.session.id,
-        )
+        try:
+            reclaimed = await self._store.reclaim(
+                self._service,
+                lease.task_id,
+                token=lease.token,
+                session_id=claim.session.id,
+            )
+        except Exception:
+            self._may_have_claimed = True
+            raise
         if reclaimed is None:
             claim.lose(Loss.TAKEN_OVER)
             raise ConcurrentTaskModificationError(lease.task_id)

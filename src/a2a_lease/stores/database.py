@@ -74,6 +74,7 @@ _SQLITE_WAIT = 250
 _TRIES = 5
 _NOTHING: dict[str, Any] = {'turn': null(), 'checkpoint': null()}
 """What a lease keeps for another attempt if there will be none."""
+_OF_CLAIM = ('previous_session_id', 'previous_state', 'previous_closed')
 _ACQUIRABLE = (LeaseState.FREE.value, LeaseState.IDLE.value)
 _LETTING_GO = (LeaseState.FREE, LeaseState.IDLE)
 _CLAIMABLE = (
@@ -138,11 +139,15 @@ class DatabaseLeaseStore(LeaseStore):
         self._cipher = (
             Cipher(encryption_key) if encryption_key is not None else None
         )
-        # All but what may be large.
+        # All but what may be large, and what is of claims only.
         self._of_lease = [
             column
             for column in schema.leases.c
-            if column.name not in ('turn', 'checkpoint')
+            if column.name not in ('turn', 'checkpoint', *_OF_CLAIM)
+        ]
+        self._of_claim = [
+            *self._of_lease,
+            *(schema.leases.c[name] for name in _OF_CLAIM),
         ]
 
     async def initialize(self) -> None:
@@ -721,7 +726,7 @@ class DatabaseLeaseStore(LeaseStore):
             if not _is_closed(session)
         ]
 
-        async def work(connection: AsyncConnection) -> Sequence[ClaimedLease]:
+        async def work(connection: AsyncConnection) -> Sequence[Row[Any]]:
             await self._dialect.begin_writing(connection)
             await connection.execute(
                 update(leases)
@@ -734,8 +739,8 @@ class DatabaseLeaseStore(LeaseStore):
                     state=LeaseState.FREE.value, session_id=null(), **_NOTHING
                 )
             )
-            claimable = (
-                select(*self._of_lease)
+            claimable: Any = (
+                select(*self._of_claim)
                 .where(
                     held,
                     or_(
@@ -748,15 +753,19 @@ class DatabaseLeaseStore(LeaseStore):
             )
             if self._dialect.skips_locked:
                 claimable = claimable.with_for_update(skip_locked=True)
-            before = [
-                _lease(row) for row in await connection.execute(claimable)
-            ]
+            before = (await connection.execute(claimable)).all()
             if not before:
                 return []
             crashed = and_(
                 leases.c.state == LeaseState.RUNNING.value,
                 leases.c.session_id.in_(crashed_in),
             )
+            # It was claimed, and that recovery died.
+            claimed = and_(
+                leases.c.state == LeaseState.RECOVERING.value,
+                leases.c.previous_session_id.is_not(None),
+            )
+            closed = leases.c.session_id.not_in(crashed_in)
             await connection.execute(
                 update(leases)
                 .where(held, leases.c.task_id.in_([b.task_id for b in before]))
@@ -767,17 +776,67 @@ class DatabaseLeaseStore(LeaseStore):
                         leases.c.attempt,
                         leases.c.attempt + case((crashed, 1), else_=0),
                     ),
+                    (
+                        leases.c.previous_closed,
+                        case((claimed, leases.c.previous_closed), else_=closed),
+                    ),
+                    (
+                        leases.c.previous_state,
+                        case(
+                            (claimed, leases.c.previous_state),
+                            else_=leases.c.state,
+                        ),
+                    ),
+                    (
+                        leases.c.previous_session_id,
+                        case(
+                            (claimed, leases.c.previous_session_id),
+                            else_=leases.c.session_id,
+                        ),
+                    ),
                     (leases.c.token, leases.c.token + 1),
                     (leases.c.state, LeaseState.RECOVERING.value),
                     (leases.c.session_id, session_id),
                 )
             )
-            return [
-                _claimed(lease, sessions, claimer=session_id)
-                for lease in before
-            ]
+            return before
 
-        return await self._transaction(work)
+        before = await self._transaction(work)
+        sessions |= await self._sessions_of(list(filter(_was_claimed, before)))
+        return [_claimed(row, sessions, claimer=session_id) for row in before]
+
+    async def claimed_by(
+        self, service: str, session_id: str
+    ) -> Sequence[ClaimedLease]:
+        """Returns what a session has claimed and still recovers."""
+        leases = self._leases
+        rows = await self._read(
+            select(*self._of_claim)
+            .where(
+                leases.c.service == service,
+                leases.c.session_id == session_id,
+                leases.c.state == LeaseState.RECOVERING.value,
+                leases.c.previous_session_id.is_not(None),
+            )
+            .order_by(leases.c.task_id)
+        )
+        sessions = await self._sessions_of(rows)
+        return [
+            _taken(_lease(row), row, sessions.get(row.previous_session_id))
+            for row in rows
+        ]
+
+    async def _sessions_of(
+        self, rows: Sequence[Row[Any]]
+    ) -> dict[str, Session]:
+        """Returns the sessions that leases were claimed from."""
+        ids = {row.previous_session_id for row in rows} - {None}
+        if not ids:
+            return {}
+        found = await self._read(
+            select(self._sessions).where(self._sessions.c.id.in_(ids))
+        )
+        return {row.id: _session(row) for row in found}
 
     async def _ended_sessions(
         self, service: str, ended: Collection[str] | None
@@ -823,6 +882,9 @@ class DatabaseLeaseStore(LeaseStore):
             .values(
                 token=token + 1,
                 attempt=self._leases.c.attempt + 1,
+                previous_session_id=session_id,
+                previous_state=LeaseState.RUNNING.value,
+                previous_closed=False,
                 state=LeaseState.RECOVERING.value,
             )
         ):
@@ -1043,24 +1105,49 @@ def _lease(row: Any) -> TaskLease:  # noqa: ANN401
 
 
 def _claimed(
-    lease: TaskLease,
+    row: Row[Any],
     sessions: Mapping[str, Session | None],
     *,
     claimer: str,
 ) -> ClaimedLease:
-    previous = lease.session_id or ''
-    session = sessions[previous]
+    """Returns what came of a row that was claimed."""
+    lease = _lease(row)
+    session = sessions[row.session_id]
     crashed = lease.state is LeaseState.RUNNING and not _is_closed(session)
+    taken = dataclasses.replace(
+        lease,
+        session_id=claimer,
+        token=lease.token + 1,
+        attempt=lease.attempt + crashed,
+        state=LeaseState.RECOVERING,
+    )
+    if _was_claimed(row):
+        return _taken(taken, row, sessions.get(row.previous_session_id))
     return ClaimedLease(
-        lease=dataclasses.replace(
-            lease,
-            session_id=claimer,
-            token=lease.token + 1,
-            attempt=lease.attempt + crashed,
-            state=LeaseState.RECOVERING,
-        ),
-        previous_session_id=previous,
+        lease=taken,
+        previous_session_id=row.session_id,
         previous_state=lease.state,
+        previous_closed=_is_closed(session),
+        previous_session=session,
+    )
+
+
+def _was_claimed(row: Row[Any]) -> bool:
+    """Whether a recovery had the lease, and died."""
+    return (
+        row.state == LeaseState.RECOVERING.value
+        and row.previous_session_id is not None
+    )
+
+
+def _taken(
+    lease: TaskLease, row: Row[Any], session: Session | None
+) -> ClaimedLease:
+    return ClaimedLease(
+        lease=lease,
+        previous_session_id=row.previous_session_id,
+        previous_state=LeaseState(row.previous_state),
+        previous_closed=bool(row.previous_closed),
         previous_session=session,
     )
 

@@ -277,12 +277,23 @@ class LeaseStore(ABC):
         """
 
     @abstractmethod
+    async def claimed_by(
+        self, service: str, session_id: str
+    ) -> Sequence[ClaimedLease]:
+        """Returns what a session has claimed and is still `RECOVERING`.
+
+        The answer to a claim may be lost after it has landed; this tells what
+        it was. Leases that were reclaimed are among them.
+        """
+
+    @abstractmethod
     async def reclaim(
         self, service: str, task_id: str, *, token: int, session_id: str
     ) -> TaskLease | None:
         """Takes over a lease of one's own, whose turn died here.
 
         It gets the next token, the state `RECOVERING`, and counts an attempt.
+        The same call again, whose answer may have been lost, changes nothing.
 
         Returns:
             The lease, or None if the token is not the current one.

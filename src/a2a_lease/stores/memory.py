@@ -45,6 +45,8 @@ class InMemoryLeaseStore(LeaseStore):
         self._done: set[str] = set()
         self._leases: dict[tuple[str, str], TaskLease] = {}
         self._turns: dict[tuple[str, str], StoredTurn] = {}
+        self._claims: dict[tuple[str, str], ClaimedLease] = {}
+        """How each lease was claimed last."""
 
     async def initialize(self) -> None:
         """Does nothing."""
@@ -394,24 +396,62 @@ class InMemoryLeaseStore(LeaseStore):
                         attempt=lease.attempt + crashed,
                         state=LeaseState.RECOVERING,
                     )
-                    self._leases[key] = taken
-                    claimed.append(
-                        ClaimedLease(
-                            lease=taken,
-                            previous_session_id=previous,
-                            previous_state=lease.state,
-                            previous_session=session,
-                        )
+                    claim = ClaimedLease(
+                        lease=taken,
+                        previous_session_id=previous,
+                        previous_state=lease.state,
+                        previous_closed=closed,
+                        previous_session=session,
                     )
+                    before = self._claims.get(key)
+                    if (
+                        before is not None
+                        and before.lease.token == lease.token
+                        and lease.state is LeaseState.RECOVERING
+                    ):
+                        # It was claimed, and that recovery died.
+                        claim = self._as_it_is(before, taken)
+                    self._leases[key] = taken
+                    self._claims[key] = claim
+                    claimed.append(claim)
         return claimed
+
+    def _as_it_is(self, claim: ClaimedLease, lease: TaskLease) -> ClaimedLease:
+        return dataclasses.replace(
+            claim,
+            lease=lease,
+            previous_session=self._sessions.get(claim.previous_session_id),
+        )
+
+    async def claimed_by(
+        self, service: str, session_id: str
+    ) -> Sequence[ClaimedLease]:
+        """Returns what a session has claimed and still recovers."""
+        with self._lock:
+            return [
+                self._as_it_is(self._claims[key], lease)
+                for key, lease in sorted(self._leases.items())
+                if lease.service == service
+                and lease.session_id == session_id
+                and lease.state is LeaseState.RECOVERING
+                and key in self._claims
+            ]
 
     async def reclaim(
         self, service: str, task_id: str, *, token: int, session_id: str
     ) -> TaskLease | None:
         """Takes over a lease of one's own, whose turn died here."""
         with self._lock:
-            lease = self._held_with(service, task_id, token)
+            key = service, task_id
+            lease = self._leases.get(key)
             if lease is None or lease.session_id != session_id:
+                return None
+            if (
+                lease.token == token + 1
+                and lease.state is LeaseState.RECOVERING
+            ):
+                return lease
+            if lease.token != token:
                 return None
             taken = dataclasses.replace(
                 lease,
@@ -419,7 +459,14 @@ class InMemoryLeaseStore(LeaseStore):
                 attempt=lease.attempt + 1,
                 state=LeaseState.RECOVERING,
             )
-            self._leases[service, task_id] = taken
+            self._leases[key] = taken
+            self._claims[key] = ClaimedLease(
+                lease=taken,
+                previous_session_id=session_id,
+                previous_state=lease.state,
+                previous_closed=False,
+                previous_session=self._sessions.get(session_id),
+            )
             return taken
 
     async def hand_over(

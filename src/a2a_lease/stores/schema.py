@@ -102,6 +102,10 @@ def make_schema(prefix: str) -> Schema:
         Column('cancel_requested', Boolean(), nullable=False),
         Column('call_context', _blob(), nullable=False),
         Column('acquired_at', Float(53), nullable=False),
+        # From whom a recovering lease was claimed.
+        Column('previous_session_id', _text(LONGEST_ID)),
+        Column('previous_state', _text(16)),
+        Column('previous_closed', Boolean()),
         # These two may be large, and are read for another attempt only.
         Column('turn', _blob()),
         Column('checkpoint', _blob()),

@@ -457,6 +457,7 @@ class LeaseStoreConformance:
                 fenced if name == 'f' else closed
             )
             assert claim.previous_session == sessions[name]
+            assert claim.previous_closed is (name == 'c')
             crashed = task_id == 'f running'
             assert claim.lease.attempt == (2 if crashed else 1)
         for name in 'fc':
@@ -578,6 +579,81 @@ class LeaseStoreConformance:
         assert lease.attempt == 2  # noqa: PLR2004
         assert lease.state is LeaseState.RECOVERING
         assert lease.session_id == me
+        # As after an answer that was lost.
+        again = await store.reclaim(SERVICE, 'task', token=1, session_id=me)
+        assert again == lease
+        assert (
+            await store.reclaim(SERVICE, 'task', token=1, session_id=other)
+            is None
+        )
+        assert await store.get(SERVICE, 'task') == lease
+
+    async def test_a_session_finds_what_it_has_claimed(
+        self, store: LeaseStore
+    ) -> None:
+        """The answer to its claim may have been lost."""
+        me, other = await open_session(store), await open_session(store)
+        fenced, closed = await open_session(store), await open_session(store)
+        await acquire(store, fenced, 'a crashed')
+        await acquire(store, closed, 'b idle')
+        await store.move(SERVICE, 'b idle', token=1, state=LeaseState.IDLE)
+        await store.fence(fenced, beat=0)
+        await store.close_session(closed)
+        assert not await store.claimed_by(SERVICE, me)
+        claimed = await store.claim(
+            SERVICE, session_id=me, limit=9, ended=[fenced, closed]
+        )
+        assert list(await store.claimed_by(SERVICE, me)) == list(claimed)
+        assert not await store.claimed_by(SERVICE, other)
+        assert not await store.claimed_by('another', me)
+
+        await acquire(store, me, 'c died here')
+        await store.reclaim(SERVICE, 'c died here', token=1, session_id=me)
+        [crashed, idle, died] = await store.claimed_by(SERVICE, me)
+        assert died.lease == await store.get(SERVICE, 'c died here')
+        assert died.previous_session_id == me
+        assert died.previous_state is LeaseState.RUNNING
+        assert not died.previous_closed
+        assert crashed.previous_session_id == fenced
+        assert not crashed.previous_closed
+        assert idle.previous_state is LeaseState.IDLE
+        assert idle.previous_closed
+
+        await store.move(
+            SERVICE, 'a crashed', token=2, state=LeaseState.RUNNING
+        )
+        await store.release(SERVICE, 'b idle', token=2)
+        [still] = await store.claimed_by(SERVICE, me)
+        assert still == died
+
+    @pytest.mark.parametrize('forgotten', [False, True])
+    async def test_a_recovery_that_died_hides_nothing(
+        self, store: LeaseStore, *, forgotten: bool
+    ) -> None:
+        """How a turn ended is known though its session is forgotten."""
+        me, between = await open_session(store), await open_session(store)
+        closed = await open_session(store)
+        await acquire(store, closed)
+        await store.move(SERVICE, 'task', token=1, state=LeaseState.IDLE)
+        await store.close_session(closed)
+        ended = [session.id for session in await store.sessions()]
+        await store.claim(SERVICE, session_id=between, limit=9, ended=[closed])
+        if forgotten:
+            assert await store.forget_session(closed)
+            await store.prune_sessions(SERVICE, older_than=-1)
+        await store.fence(between, beat=0)
+        for find in (store.claim, None):
+            [claimed] = (
+                await find(SERVICE, session_id=me, limit=9, ended=ended)
+                if find is not None
+                else await store.claimed_by(SERVICE, me)
+            )
+            assert claimed.lease == await store.get(SERVICE, 'task')
+            assert claimed.lease.attempt == 1
+            assert claimed.previous_session_id == closed
+            assert claimed.previous_state is LeaseState.IDLE
+            assert claimed.previous_closed
+            assert (claimed.previous_session is None) is forgotten
 
     async def test_leases_are_handed_over_while_their_session_lives(
         self, store: LeaseStore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 
@@ -22,7 +22,7 @@ class _HoldingState(MutableMapping[str, Any]):
     def __init__(
         self,
         original: MutableMapping[str, Any],
-        hold: Hold | None,
+        hold: Callable[[], Hold | None],
         *,
         queued: bool,
     ) -> None:
@@ -64,6 +64,16 @@ def with_hold(
         queued: Whether it is that of a request which the SDK has queued, and
             whose client no longer hears of an error by itself.
     """
+    return with_current_hold(context, lambda: hold, queued=queued)
+
+
+def with_current_hold(
+    context: ServerCallContext,
+    hold: Callable[[], Hold | None],
+    *,
+    queued: bool = False,
+) -> ServerCallContext:
+    """Does what `with_hold` does, with a hold that changes meanwhile."""
     state = context.state
     if isinstance(state, _HoldingState):
         state = state._original  # noqa: SLF001
@@ -88,7 +98,7 @@ def saved_outcome(context: ServerCallContext) -> bool:
 def hold_of(context: ServerCallContext) -> Hold | None:
     """Returns the hold that `with_hold` put there."""
     state = context.state
-    return state.hold if isinstance(state, _HoldingState) else None
+    return state.hold() if isinstance(state, _HoldingState) else None
 
 
 def is_queued(context: ServerCallContext) -> bool:

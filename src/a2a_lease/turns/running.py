@@ -230,6 +230,24 @@ class Turns:
         turns = self._by_task.get(task_id)
         return turns[-1] if turns else None
 
+    def followed(self, task_id: str) -> Callable[[], Turn | None]:
+        """Returns what tells which turn of a task a cancel has met last.
+
+        The SDK saves what a turn emits in the call context of the cancel that
+        came to it, and that may be a later turn than was here as it came in.
+        """
+        met: Turn | None = None
+
+        def latest() -> Turn | None:
+            nonlocal met
+            turn = self.of(task_id)
+            if turn is not None and not turn.idle and not turn.over:
+                met = turn
+            return met
+
+        latest()
+        return latest
+
     async def wait_gone(self, task_id: str, *, timeout: float) -> bool:
         """Waits until this replica holds no turn of the task any more."""
         try:
@@ -265,6 +283,7 @@ class Turns:
                 turn.lose(Loss.TAKEN_OVER)
 
         turn.state = LeaseState.RUNNING
+        turn.parks = False
         async with self._order[turn]:
             await self._through_outages(turn, run)
 
@@ -292,12 +311,18 @@ class Turns:
                 self.conclude(turn)
         elif turn.state is LeaseState.RUNNING and turn.ending is None:
             turn.state = LeaseState.PARKED
-            self._move(turn, LeaseState.PARKED)
+            turn.parks = True
 
     def processed(self, task_id: str, event: VersionedEvent) -> None:
         """Follows an event that the SDK is done with: saved and pushed."""
         for turn in self._by_task.get(task_id, ()):
             if turn.processed(event.event, event.version):
+                if turn.parks:
+                    # Not before the push: of a parked lease that is left
+                    # nobody tells.
+                    turn.parks = False
+                    if turn.ending is None:
+                        self._move(turn, LeaseState.PARKED)
                 if turn.ending in (Ending.RAISED, Ending.CANCELED):
                     self.conclude(turn)
                 return

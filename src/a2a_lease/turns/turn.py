@@ -59,6 +59,8 @@ class Turn(Hold):
     """Whether execute() has ended and left the task as it was."""
     sent_back = False
     """Whether another turn was faster, and the request waits again."""
+    parks = False
+    """Whether its lease is parked once the pause is pushed."""
     over = False
     """Whether the lease goes: execute() has ended, and the task settled."""
 
