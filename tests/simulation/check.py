@@ -170,7 +170,10 @@ def _streams(world: World) -> Iterable[str]:
                 parts, whole = _rebuilt(heard), _artifacts(record.task)
                 if not any(isinstance(event, Task) for event in heard.events):
                     # Of a task that it knew it hears what is new.
-                    whole = {n: whole[n] for n in whole if n in parts}
+                    whole = {
+                        name: whole.get(name, [])[-len(texts) :]
+                        for name, texts in parts.items()
+                    }
                 if parts != whole:
                     yield (
                         f'4 (streams go on): {who} brought {parts}, the task '

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from a2a.types.a2a_pb2 import TaskArtifactUpdateEvent, TaskState
+from a2a.types.a2a_pb2 import Task, TaskArtifactUpdateEvent, TaskState
 
 from a2a_lease.turns.marks import TERMINAL
 
@@ -32,6 +32,11 @@ def broken_log(
         kind = type(event).__name__
         metadata = dict(event.metadata)
         token = int(metadata.get('token', 0))
+        if isinstance(event, Task) and event.status.state == (
+            TaskState.TASK_STATE_CANCELED
+        ):
+            # The SDK's own, which repeats what the task says.
+            token = 0
         if ended is not None:
             yield (
                 f'5 (a terminal state never changes): {kind} of {task_id} '
