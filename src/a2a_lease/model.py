@@ -168,3 +168,8 @@ class ClaimedLease:
     """Whether that session ended in good order."""
     previous_session: Session | None
     """How that session ended; None if its row is missing."""
+    given_back: bool = False
+    """Whether who had it last let go of it in good order.
+
+    Only the answer to the claim itself tells.
+    """

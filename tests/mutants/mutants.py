@@ -641,9 +641,9 @@ MUTANTS = [
     ),
     Mutant(
         'a turn that was handed over waits',
-        'recovery/recovery.py',
-        'if decision.after and not handed_over and not claim.waited:',
-        'if decision.after and not claim.waited:',
+        'recovery/claim.py',
+        'claim.waited = claimed.given_back',
+        'claim.waited = False',
         AGAIN,
     ),
     Mutant(
@@ -1091,7 +1091,7 @@ MUTANTS = [
         'leases.c.previous_session_id.is_(None),\n            )\n'
         '            closed',
         STORES,
-        only='sqlite and hides_nothing',
+        only='sqlite and in_between_hides',
     ),
     Mutant(
         'a lease is parked before its pause is pushed',
@@ -1100,5 +1100,42 @@ MUTANTS = [
         'self._move(turn, LeaseState.PARKED)',
         TURN,
         only='sqlite and once_the_pause_is_pushed',
+    ),
+    Mutant(
+        'an agent begins on a replica that may be dead',
+        'turns/executor.py',
+        'while not turn.session.fresh():',
+        'while False:',
+        FENCING,
+        only='sqlite and sure_to_live',
+    ),
+    Mutant(
+        'that a task was canceled is forgotten in an outage',
+        'handler.py',
+        '                if not is_outage(error):\n'
+        '                    raise\n'
+        '            await asyncio.sleep(pause)\n\n'
+        '    async def _admit',
+        '                raise\n'
+        '            await asyncio.sleep(pause)\n\n'
+        '    async def _admit',
+        CANCEL,
+        only='sqlite and through_an_outage',
+    ),
+    Mutant(
+        'a stream breaks since a later message was refused',
+        'turns/following.py',
+        'return not self._over.is_set() or turn.ending is Ending.RAISED',
+        'return True',
+        ('tests/simulation',),
+        only='5003065',
+    ),
+    Mutant(
+        'a cancel finds a turn dead that has just raised',
+        'turns/event_queue.py',
+        'if turn.ending is None and not turn.settled_for_good',
+        'if not turn.settled_for_good',
+        ('tests/simulation',),
+        only='5003966',
     ),
 ]

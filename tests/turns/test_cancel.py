@@ -11,6 +11,7 @@ from a2a.utils.errors import TaskNotCancelableError
 from sqlalchemy import JSON, column, table, update
 
 from a2a_lease.model import LeaseState
+from a2a_lease.stores.database import DatabaseLeaseStore
 from support.inprocess import (
     CANCELED,
     COMPLETED,
@@ -361,4 +362,37 @@ async def test_a_cancel_that_meets_the_last_words_leaves_no_lease(
     assert await runs.state(lease.task_id) in (COMPLETED, CANCELED)
     if canceling.exception() is not None:
         assert isinstance(canceling.exception(), TaskNotCancelableError)
+    await _nothing_left(service)
+
+
+class StumblesAtCancels(DatabaseLeaseStore):
+    """The connection breaks before it can say that a task was canceled."""
+
+    stumbled = False
+
+    async def request_cancel(self, *args):
+        if not self.stumbled:
+            self.stumbled = True
+            raise ConnectionResetError('before it was done')
+        return await super().request_cancel(*args)
+
+
+async def test_a_cancel_is_told_through_an_outage(service: Service):
+    """It is saved by then, so nobody would do it again."""
+
+    async def ask(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(INPUT_REQUIRED)
+
+    runs = await service.replica(ask)
+    leases = StumblesAtCancels(service.engine)
+    cancels = await service.replica(ask, leases=leases)
+    task = await runs.handler.on_message_send(message(), call())
+    canceled = await cancels.handler.on_cancel_task(
+        CancelTaskRequest(id=task.id), call()
+    )
+    assert canceled.status.state == CANCELED
+    assert leases.stumbled
+    told = [*runs.pushes.states(task.id), *cancels.pushes.states(task.id)]
+    assert told.count(CANCELED) == 1
     await _nothing_left(service)

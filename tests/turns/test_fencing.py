@@ -17,6 +17,7 @@ from a2a.utils.errors import TaskNotFoundError
 
 from a2a_lease import current_lease
 from a2a_lease.model import SessionState
+from a2a_lease.stores.database import DatabaseLeaseStore
 from support.inprocess import (
     COMPLETED,
     FAILED,
@@ -228,3 +229,26 @@ def _state(event) -> int | None:
         if isinstance(event, Task | TaskStatusUpdateEvent)
         else None
     )
+
+
+async def test_an_agent_does_not_begin_before_its_replica_is_sure_to_live(
+    service: Service,
+):
+    """The process was paused between the acquire and the run."""
+    fresh: list[bool] = []
+
+    class Pauses(DatabaseLeaseStore):
+        async def acquire(self, request):
+            lease = await super().acquire(request)
+            replica.handler._replica.session.confirm(sent_at=float('-inf'))
+            return lease
+
+    async def agent(desk: Desk) -> None:
+        fresh.append(replica.handler._replica.session.fresh())
+        await desk.task()
+        await desk.status(COMPLETED)
+
+    replica = await service.replica(agent, leases=Pauses(service.engine))
+    task = await replica.handler.on_message_send(message(), call())
+    assert task.status.state == COMPLETED
+    assert fresh == [True]

@@ -38,7 +38,7 @@ class Claim(Hold):
         self.ended = ended
         """Set when the turn has ended that was here, on this replica."""
         self.waited = False
-        """Whether it was waited before the turn runs again."""
+        """Whether the turn need not wait any more before it runs again."""
         self.told: TaskStatusUpdateEvent | None = None
         """The event that says so, once it is saved."""
         self.hold(lease, session)
@@ -82,7 +82,7 @@ class Claim(Hold):
             cause = Cause.TURN_DIED
         else:
             cause = Cause.REPLICA_CLOSED if closed else Cause.REPLICA_LOST
-        return cls(
+        claim = cls(
             store,
             lease=claimed.lease,
             session=session,
@@ -91,3 +91,5 @@ class Claim(Hold):
             silence=ended.silence if ended is not None and fenced else 0.0,
             from_session=claimed.previous_session_id,
         )
+        claim.waited = claimed.given_back
+        return claim

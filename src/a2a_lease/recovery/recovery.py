@@ -642,8 +642,8 @@ class Recovery:
             )
             await self._replica.hand_over(_tokens([claim]))
             return None
-        handed_over = claim.cause is Cause.REPLICA_CLOSED
-        if decision.after and not handed_over and not claim.waited:
+        left_well = claim.cause is Cause.REPLICA_CLOSED
+        if decision.after and not left_well and not claim.waited:
             claim.waited = True
             return decision.after
         async with AsyncExitStack() as stack:

@@ -1122,13 +1122,19 @@ def _claimed(
         state=LeaseState.RECOVERING,
     )
     if _was_claimed(row):
-        return _taken(taken, row, sessions.get(row.previous_session_id))
+        return _taken(
+            taken,
+            row,
+            sessions.get(row.previous_session_id),
+            given_back=_is_closed(session),
+        )
     return ClaimedLease(
         lease=taken,
         previous_session_id=row.session_id,
         previous_state=lease.state,
         previous_closed=_is_closed(session),
         previous_session=session,
+        given_back=_is_closed(session),
     )
 
 
@@ -1141,7 +1147,11 @@ def _was_claimed(row: Row[Any]) -> bool:
 
 
 def _taken(
-    lease: TaskLease, row: Row[Any], session: Session | None
+    lease: TaskLease,
+    row: Row[Any],
+    session: Session | None,
+    *,
+    given_back: bool = False,
 ) -> ClaimedLease:
     return ClaimedLease(
         lease=lease,
@@ -1149,6 +1159,7 @@ def _taken(
         previous_state=LeaseState(row.previous_state),
         previous_closed=bool(row.previous_closed),
         previous_session=session,
+        given_back=given_back,
     )
 
 

@@ -402,6 +402,7 @@ class InMemoryLeaseStore(LeaseStore):
                         previous_state=lease.state,
                         previous_closed=closed,
                         previous_session=session,
+                        given_back=closed,
                     )
                     before = self._claims.get(key)
                     if (
@@ -410,16 +411,23 @@ class InMemoryLeaseStore(LeaseStore):
                         and lease.state is LeaseState.RECOVERING
                     ):
                         # It was claimed, and that recovery died.
-                        claim = self._as_it_is(before, taken)
+                        claim = self._as_it_is(before, taken, given_back=closed)
                     self._leases[key] = taken
                     self._claims[key] = claim
                     claimed.append(claim)
         return claimed
 
-    def _as_it_is(self, claim: ClaimedLease, lease: TaskLease) -> ClaimedLease:
+    def _as_it_is(
+        self,
+        claim: ClaimedLease,
+        lease: TaskLease,
+        *,
+        given_back: bool = False,
+    ) -> ClaimedLease:
         return dataclasses.replace(
             claim,
             lease=lease,
+            given_back=given_back,
             previous_session=self._sessions.get(claim.previous_session_id),
         )
 

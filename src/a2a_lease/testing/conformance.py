@@ -15,6 +15,7 @@ pytest-asyncio in its auto mode:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -603,7 +604,10 @@ class LeaseStoreConformance:
         claimed = await store.claim(
             SERVICE, session_id=me, limit=9, ended=[fenced, closed]
         )
-        assert list(await store.claimed_by(SERVICE, me)) == list(claimed)
+        assert [c.given_back for c in claimed] == [False, True]
+        assert list(await store.claimed_by(SERVICE, me)) == [
+            dataclasses.replace(c, given_back=False) for c in claimed
+        ]
         assert not await store.claimed_by(SERVICE, other)
         assert not await store.claimed_by('another', me)
 
@@ -626,9 +630,10 @@ class LeaseStoreConformance:
         [still] = await store.claimed_by(SERVICE, me)
         assert still == died
 
+    @pytest.mark.parametrize('given_back', [False, True])
     @pytest.mark.parametrize('forgotten', [False, True])
-    async def test_a_recovery_that_died_hides_nothing(
-        self, store: LeaseStore, *, forgotten: bool
+    async def test_a_recovery_in_between_hides_nothing(
+        self, store: LeaseStore, *, forgotten: bool, given_back: bool
     ) -> None:
         """How a turn ended is known though its session is forgotten."""
         me, between = await open_session(store), await open_session(store)
@@ -641,7 +646,10 @@ class LeaseStoreConformance:
         if forgotten:
             assert await store.forget_session(closed)
             await store.prune_sessions(SERVICE, older_than=-1)
-        await store.fence(between, beat=0)
+        if given_back:
+            await store.close_session(between)
+        else:
+            await store.fence(between, beat=0)
         for find in (store.claim, None):
             [claimed] = (
                 await find(SERVICE, session_id=me, limit=9, ended=ended)
@@ -654,6 +662,8 @@ class LeaseStoreConformance:
             assert claimed.previous_state is LeaseState.IDLE
             assert claimed.previous_closed
             assert (claimed.previous_session is None) is forgotten
+            if find is not None:
+                assert claimed.given_back is given_back
 
     async def test_leases_are_handed_over_while_their_session_lives(
         self, store: LeaseStore

@@ -67,7 +67,7 @@ class TurnQueue(EventQueue):
         if self.closed():
             # The SDK would drop it without a word: its consumer has ended
             # while the agent goes on.
-            if not turn.settled_for_good:
+            if turn.ending is None and not turn.settled_for_good:
                 turn.lose(Loss.DIED)
             return
         events = [event]

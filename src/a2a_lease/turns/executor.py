@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UNTIL_SURE = 0.05
+"""Seconds between looks whether a beat has landed."""
+
 
 class LeasedExecutor(AgentExecutor):
     """Wraps the user's executor."""
@@ -153,6 +156,10 @@ class LeasedExecutor(AgentExecutor):
         self, turn: Turn, context: RequestContext, queue: TurnQueue
     ) -> None:
         set_current_lease(turn)
+        # A process that was paused since the acquire may have been declared
+        # dead; it is told with its next beat.
+        while not turn.session.fresh():  # noqa: ASYNC110 - another thread writes it
+            await asyncio.sleep(_UNTIL_SURE)
         await self._inner.execute(context, queue)
 
     async def cancel(

@@ -16,6 +16,7 @@ from a2a_lease.turns.marks import (
 )
 from a2a_lease.turns.saving import always, read_through_outages
 from a2a_lease.turns.stopping import stop
+from a2a_lease.turns.turn import Ending
 
 
 if TYPE_CHECKING:
@@ -164,8 +165,7 @@ class LocalStream:
                     until = _after(_LINGER)
                     continue
                 except Exception:
-                    # A refused save, say: whoever took over tells the rest.
-                    if self._turn.loss is None and not self._turn.never_began:
+                    if self._is_of_its_turn():
                         raise
                     return
                 version = self._turn.shown.version_of(event)
@@ -179,6 +179,17 @@ class LocalStream:
                 yield event
         finally:
             await pump.aclose()
+
+    def _is_of_its_turn(self) -> bool:
+        """Whether an error on the stream is for its reader.
+
+        A refused save is not: whoever took over tells the rest. The SDK also
+        passes on that a message which came later was refused.
+        """
+        turn = self._turn
+        if turn.loss is not None or turn.never_began:
+            return False
+        return not self._over.is_set() or turn.ending is Ending.RAISED
 
 
 def _after(seconds: float) -> asyncio.Event:

@@ -779,7 +779,8 @@ class Turns:
         self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error(
-                'Letting a lease go failed. It goes when this replica ends.',
+                'Work on leases in the background failed; what is left of it '
+                'goes when this replica ends.',
                 exc_info=task.exception(),
             )
 
