@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from a2a_lease import DatabaseLeaseStore
-from support.databases import Database, PrivateMariaDB, Servers, make_database
+from support.databases import (
+    Database,
+    PgBouncer,
+    PrivateMariaDB,
+    Servers,
+    make_database,
+)
 from support.inprocess import Service
 from support.stage import Stage
 
@@ -89,10 +95,14 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter,
 ) -> None:
-    if not PrivateMariaDB.is_installed():
-        terminalreporter.write_line(
-            'MARIADB WAS NOT TESTED: mariadbd is missing. Install '
-            'mariadb-server to test it too.',
-            red=True,
-            bold=True,
-        )
+    for server, program, package in (
+        (PrivateMariaDB, 'mariadbd', 'mariadb-server'),
+        (PgBouncer, 'pgbouncer', 'pgbouncer'),
+    ):
+        if not server.is_installed():
+            terminalreporter.write_line(
+                f'NOT ALL WAS TESTED: {program} is missing. Install '
+                f'{package} to test with it too.',
+                red=True,
+                bold=True,
+            )

@@ -727,7 +727,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             await asyncio.wait({call}, timeout=self.settings.stop_timeout)
         finally:
             # It waits for an agent that does not stop.
-            if not call.done():
+            given_up = not call.done()
+            if given_up:
                 call.cancel()
                 await asyncio.wait({call}, timeout=self.settings.stop_timeout)
         if call.done() and not call.cancelled():
@@ -749,7 +750,12 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             await self._tell_canceled(
                 task,
                 turn_met(),
-                by_this_call=saved_outcome(context) or saved_outcome(alone),
+                by_this_call=(
+                    saved_outcome(context)
+                    or saved_outcome(alone)
+                    # A save that was under way may have landed.
+                    or given_up
+                ),
             )
         return task
 

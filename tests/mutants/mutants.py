@@ -1138,4 +1138,12 @@ MUTANTS = [
         ('tests/simulation',),
         only='5003966',
     ),
+    Mutant(
+        'a cancel whose save landed late is told by nobody',
+        'handler.py',
+        '                    or given_up\n',
+        '',
+        ('tests/simulation',),
+        only='6005306',
+    ),
 ]

@@ -143,6 +143,7 @@ class Cluster:
                 folder=folder,
                 config={
                     'database_url': database.url,
+                    'pooled': database.pooled,
                     'folder': str(folder),
                     'service': service,
                     'settings': {**SETTINGS, **(settings or {})},

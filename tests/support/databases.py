@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
 
 from a2a_lease.demo.postgres import PrivatePostgres
 
@@ -118,6 +121,53 @@ def _find(program: str) -> str | None:
     return shutil.which(program) or shutil.which(program, path='/usr/sbin')
 
 
+class PgBouncer:
+    """Shares the connections to a PostgreSQL among transactions."""
+
+    def __init__(self, database_url: str) -> None:
+        url = make_url(database_url)
+        self._folder = tempfile.TemporaryDirectory(prefix='a2a-lease-pgb-')
+        folder, data = Path(self._folder.name), Path(str(url.query['host']))
+        config = folder / 'pgbouncer.ini'
+        config.write_text(
+            f"""
+            [databases]
+            * = host={data} user=postgres
+            [pgbouncer]
+            pool_mode = transaction
+            auth_type = any
+            unix_socket_dir = {folder}
+            listen_port = 5432
+            max_client_conn = 500
+            default_pool_size = 10
+            """
+        )
+        self.url = str(url.update_query_dict({'host': str(folder)}))
+        command = [_find('pgbouncer') or '', str(config)]
+        if os.geteuid() == 0:
+            # It refuses to run as root.
+            shutil.chown(folder, data.owner())
+            command += ['--user', data.owner()]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for _ in range(100):
+            if (folder / '.s.PGSQL.5432').exists():
+                return
+            assert self._process.poll() is None, 'pgbouncer ended'
+            time.sleep(0.1)
+        raise TimeoutError('pgbouncer does not listen')
+
+    @staticmethod
+    def is_installed() -> bool:
+        return _find('pgbouncer') is not None
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+        self._folder.cleanup()
+
+
 class Servers:
     """Starts a server when the first test asks for it."""
 
@@ -147,9 +197,27 @@ class Database:
     url: str
     server: Any
     """Its server, which can `stop` and `start`; None for SQLite."""
+    pooled: bool = False
+    """Whether each transaction may have another connection."""
 
     def engine(self, **options: Any) -> AsyncEngine:
-        return create_async_engine(self.url, **options)
+        return engine_of(self.url, pooled=self.pooled, **options)
+
+
+def engine_of(url: str, *, pooled: bool, **options: Any) -> AsyncEngine:
+    """Makes an engine, as its user does behind a pooler or without one."""
+    if pooled:
+        # A statement is prepared on one connection of the server, and the
+        # next transaction has another one.
+        options |= {
+            'poolclass': NullPool,
+            'connect_args': {
+                'statement_cache_size': 0,
+                'prepared_statement_cache_size': 0,
+                'prepared_statement_name_func': str,
+            },
+        }
+    return create_async_engine(url, **options)
 
 
 def can_begin(path: Path | str, kind: str) -> bool:

@@ -40,7 +40,6 @@ from a2a.types.a2a_pb2 import (
     TaskStatus,
     TaskStatusUpdateEvent,
 )
-from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.applications import Starlette
 
 from a2a_lease import (
@@ -56,6 +55,7 @@ from a2a_lease import (
 from a2a_lease.demo.local_http import local_client
 from a2a_lease.demo.serving import serve
 from chaos import faults
+from support.databases import engine_of
 
 
 STATES = {
@@ -250,7 +250,7 @@ def make_policy(config: dict[str, Any]) -> RecoveryPolicy:
 def make_app(config: dict[str, Any]) -> Starlette:
     if 'faults' in config:
         faults.install(**config['faults'])
-    engine = create_async_engine(config['database_url'])
+    engine = engine_of(config['database_url'], pooled=config['pooled'])
     card = AgentCard(
         name=config['service'],
         description='Does as it is told.',

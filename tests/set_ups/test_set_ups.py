@@ -1,0 +1,69 @@
+"""Databases as others set them up, and what must hold on them too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy import text
+
+from a2a_lease import DatabaseLeaseStore
+from a2a_lease.testing import LeaseStoreConformance
+from processes.test_death import (  # noqa: F401 - run here once more
+    test_a_killed_replica_s_task_fails_and_all_are_told,
+    test_a_zombie_that_wakes_lands_nothing_and_stops,
+)
+from processes.test_running_again import (  # noqa: F401 - run here once more
+    test_a_killed_replica_s_turn_goes_on_elsewhere,
+    test_a_long_task_goes_through_a_rolling_restart,
+)
+from set_ups.conftest import POOLED, SERIALIZABLE, STRICT, WAL
+
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from a2a_lease import LeaseStore
+    from support.databases import Database
+
+
+class TestDatabaseLeaseStore(LeaseStoreConformance):
+    @pytest.fixture
+    async def store(self, database: Database) -> AsyncIterator[LeaseStore]:
+        engine = database.engine()
+        store = DatabaseLeaseStore(engine)
+        await store.initialize()
+        yield store
+        await store.close()
+        await engine.dispose()
+
+
+async def test_the_set_up_is_what_it_says(
+    database: Database, request: pytest.FixtureRequest
+):
+    asked = {
+        SERIALIZABLE: [
+            ('SHOW default_transaction_isolation', 'serializable'),
+            ('SHOW timezone', 'Pacific/Apia'),
+        ],
+        STRICT: [
+            ('SELECT @@tx_isolation', 'SERIALIZABLE'),
+            ('SELECT @@time_zone', '+13:00'),
+        ],
+        WAL: [('PRAGMA journal_mode', 'wal')],
+        POOLED: [],
+    }[request.node.callspec.params['database']]
+    engine = database.engine()
+    async with engine.connect() as connection:
+        for query, answer in asked:
+            assert await connection.scalar(text(query)) == answer
+    if database.pooled:
+        # Two clients, one after another, on one connection of the server.
+        pids = set()
+        for _ in range(2):
+            async with engine.connect() as connection:
+                pids.add(
+                    await connection.scalar(text('SELECT pg_backend_pid()'))
+                )
+        assert len(pids) == 1
+    await engine.dispose()
