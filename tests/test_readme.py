@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from a2a.types.a2a_pb2 import Task
+from sqlalchemy.pool import NullPool
 
 from a2a_lease import ContextCodec, Fail, RecoveryPolicy, RunAgain
+from support.databases import POOLED
 from support.inprocess import call
 
 
@@ -47,3 +49,22 @@ def test_the_codec_keeps_the_account_and_no_more():
     data = codec.dump(call(account='acme', headers={'authorization': 'x'}))
     assert codec.load(data).state == {'account': 'acme'}
     assert codec.load(codec.dump(call())).state == {'account': None}
+
+
+def test_the_engine_behind_a_pooler_is_the_one_that_is_tested():
+    blocks = re.findall(r'```python\n(.*?)```', README.read_text(), re.DOTALL)
+    [block] = [b for b in blocks if 'prepared_statement_name_func' in b]
+    made: list[Any] = []
+
+    def create_async_engine(url: str, **options: Any) -> None:
+        made.append((url, options))
+
+    exec(
+        compile(block, str(README), 'exec'),
+        {
+            'create_async_engine': create_async_engine,
+            'NullPool': NullPool,
+            'url': 'the url',
+        },
+    )
+    assert made == [('the url', POOLED)]

@@ -189,6 +189,16 @@ class Servers:
         self._stack.close()
 
 
+POOLED = {
+    'poolclass': NullPool,
+    'connect_args': {
+        'statement_cache_size': 0,
+        'prepared_statement_cache_size': 0,
+        'prepared_statement_name_func': str,
+    },
+}
+
+
 @dataclass
 class Database:
     """An empty database for one test."""
@@ -209,14 +219,7 @@ def engine_of(url: str, *, pooled: bool, **options: Any) -> AsyncEngine:
     if pooled:
         # A statement is prepared on one connection of the server, and the
         # next transaction has another one.
-        options |= {
-            'poolclass': NullPool,
-            'connect_args': {
-                'statement_cache_size': 0,
-                'prepared_statement_cache_size': 0,
-                'prepared_statement_name_func': str,
-            },
-        }
+        options |= POOLED
     return create_async_engine(url, **options)
 
 
