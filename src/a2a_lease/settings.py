@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from a2a_lease.errors import LeaseConfigurationError
+
+
+_LARGEST = 1e9
+"""No number of seconds, bytes or tasks makes sense beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +59,10 @@ class LeaseSettings:
                 raise LeaseConfigurationError(
                     f'{field.name} must be a number, not {value!r}.'
                 )
-            if not math.isfinite(value):
+            if not -_LARGEST < value < _LARGEST:
                 raise LeaseConfigurationError(
-                    f'{field.name} must be finite, not {value!r}.'
+                    f'{field.name} must be less than {_LARGEST:g}, not '
+                    f'{value!r}.'
                 )
         for name in (
             'ttl',

@@ -1146,4 +1146,20 @@ MUTANTS = [
         ('tests/simulation',),
         only='6005306',
     ),
+    Mutant(
+        'a session in an unknown state counts as ended',
+        'stores/database.py',
+        'sessions.c.id.is_(None),\n                        sessions.c.state.in_(_ENDED)',
+        "sessions.c.id.is_(None),\n                        sessions.c.state != 'open'",
+        STORES,
+        only='sqlite and session_in_an_unknown',
+    ),
+    Mutant(
+        'one row that cannot be read hides the others',
+        'stores/database.py',
+        "logger.warning('A row is left out: %s', error)",
+        'raise',
+        STORES,
+        only='sqlite and unknown_state',
+    ),
 ]

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
         Awaitable,
         Callable,
         Collection,
+        Iterable,
+        Iterator,
         Mapping,
         Sequence,
     )
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _T = TypeVar('_T')
+_State = TypeVar('_State', SessionState, LeaseState)
 _RING = 3
 _SQLITE_WAIT = 250
 """Milliseconds for which the heartbeat waits for the write lock."""
@@ -75,6 +78,9 @@ _TRIES = 5
 _NOTHING: dict[str, Any] = {'turn': null(), 'checkpoint': null()}
 """What a lease keeps for another attempt if there will be none."""
 _OF_CLAIM = ('previous_session_id', 'previous_state', 'previous_closed')
+_ENDED = (SessionState.CLOSED.value, SessionState.FENCED.value)
+"""What a newer version may write besides is alive, for all one knows."""
+_KNOWN = tuple(state.value for state in LeaseState)
 _ACQUIRABLE = (LeaseState.FREE.value, LeaseState.IDLE.value)
 _LETTING_GO = (LeaseState.FREE, LeaseState.IDLE)
 _CLAIMABLE = (
@@ -171,7 +177,7 @@ class DatabaseLeaseStore(LeaseStore):
             raise LeaseConfigurationError(
                 f'The tables {self._sessions.name} and {self._leases.name} '
                 f'cannot be read: {error.orig}. Create them, or pass '
-                f'create_table=True.'
+                f'create_table=True; those of another version do not fit.'
             ) from error
         self._initialized = True
 
@@ -342,9 +348,7 @@ class DatabaseLeaseStore(LeaseStore):
         is_open = sessions.c.state == SessionState.OPEN.value
         ended = select(sessions).where(
             waiting,
-            sessions.c.state.in_(
-                [SessionState.CLOSED.value, SessionState.FENCED.value]
-            ),
+            sessions.c.state.in_(_ENDED),
         )
         if everyone:
             others = [
@@ -395,7 +399,7 @@ class DatabaseLeaseStore(LeaseStore):
             update(self._sessions)
             .where(
                 self._sessions.c.id == session_id,
-                self._sessions.c.state != SessionState.OPEN.value,
+                self._sessions.c.state.in_(_ENDED),
                 ~holds,
             )
             .values(done=True)
@@ -470,7 +474,8 @@ class DatabaseLeaseStore(LeaseStore):
         row = rows[0]
         return _lease(row), (
             row.state in _ACQUIRABLE
-            or row.session_state != SessionState.OPEN.value
+            or row.session_state is None
+            or row.session_state in _ENDED
         )
 
     async def acquire(self, request: LeaseRequest) -> TaskLease:
@@ -536,7 +541,7 @@ class DatabaseLeaseStore(LeaseStore):
             exists()
             .where(
                 holders.c.id == leases.c.session_id,
-                holders.c.state == SessionState.OPEN.value,
+                holders.c.state.not_in(_ENDED),
             )
             .correlate(leases)
         )
@@ -699,7 +704,7 @@ class DatabaseLeaseStore(LeaseStore):
                 self._leases.c.cancel_requested.is_(True),
             )
         )
-        return [_lease(row) for row in rows]
+        return list(_known(_lease, rows))
 
     async def claim(
         self,
@@ -747,6 +752,7 @@ class DatabaseLeaseStore(LeaseStore):
                         leases.c.state.in_(_CLAIMABLE),
                         leases.c.cancel_requested.is_(True),
                     ),
+                    leases.c.state.in_(_KNOWN),
                 )
                 .order_by(leases.c.task_id)
                 .limit(limit)
@@ -847,7 +853,7 @@ class DatabaseLeaseStore(LeaseStore):
             rows = await self._read(
                 select(sessions.c.id.label('session_id'), sessions).where(
                     sessions.c.id.in_(list(ended)),
-                    sessions.c.state != SessionState.OPEN.value,
+                    sessions.c.state.in_(_ENDED),
                 )
             )
         else:
@@ -860,7 +866,7 @@ class DatabaseLeaseStore(LeaseStore):
                     leases.c.session_id.is_not(None),
                     or_(
                         sessions.c.id.is_(None),
-                        sessions.c.state != SessionState.OPEN.value,
+                        sessions.c.state.in_(_ENDED),
                     ),
                 )
             )
@@ -933,7 +939,7 @@ class DatabaseLeaseStore(LeaseStore):
         )
         if service is not None:
             query = query.where(self._sessions.c.service == service)
-        return [_session(row) for row in await self._read(query)]
+        return list(_known(_session, await self._read(query)))
 
     async def leases(
         self, service: str | None = None, *, limit: int = 1000
@@ -942,7 +948,7 @@ class DatabaseLeaseStore(LeaseStore):
         query = select(*self._of_lease).order_by(self._leases.c.task_id)
         if service is not None:
             query = query.where(self._leases.c.service == service)
-        return [_lease(row) for row in await self._read(query.limit(limit))]
+        return list(_known(_lease, await self._read(query.limit(limit))))
 
     # Transactions
 
@@ -1044,11 +1050,30 @@ def _time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
+def _known(read: Callable[[Any], _T], rows: Iterable[Row[Any]]) -> Iterator[_T]:
+    """Reads what this version can read, and says what it cannot."""
+    for row in rows:
+        try:
+            yield read(row)
+        except LeaseError as error:
+            logger.warning('A row is left out: %s', error)
+
+
+def _state(of: type[_State], row: Row[Any], what: str) -> _State:
+    try:
+        return of(row.state)
+    except ValueError as error:
+        raise LeaseError(
+            f'{what} is in the state {row.state!r}, which this version of '
+            f'a2a-lease does not know. It is left alone; upgrade this replica.'
+        ) from error
+
+
 def _session(row: Any) -> Session:  # noqa: ANN401
     return Session(
         id=row.id,
         service=row.service,
-        state=SessionState(row.state),
+        state=_state(SessionState, row, f'Session {row.id}'),
         beat=row.beat,
         ttl=row.ttl,
         label=row.label,
@@ -1089,7 +1114,7 @@ def _lease(row: Any) -> TaskLease:  # noqa: ANN401
         acquire_id=row.acquire_id,
         token=row.token,
         attempt=row.attempt,
-        state=LeaseState(row.state),
+        state=_state(LeaseState, row, f'The lease on task {row.task_id}'),
         before=(
             TaskMark(
                 state=row.before_state, timestamp=row.before_timestamp or ''
