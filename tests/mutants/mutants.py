@@ -670,7 +670,7 @@ MUTANTS = [
     Mutant(
         'a stream ends with the error of the lost turn',
         'turns/following.py',
-        'if self._turn.loss is None and not self._turn.never_began:',
+        'if self._is_of_its_turn():',
         'if True:',
         ('tests/turns/test_following.py',),
     ),
