@@ -727,8 +727,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             await asyncio.wait({call}, timeout=self.settings.stop_timeout)
         finally:
             # It waits for an agent that does not stop.
-            given_up = not call.done()
-            if given_up:
+            if not call.done():
                 call.cancel()
                 await asyncio.wait({call}, timeout=self.settings.stop_timeout)
         if call.done() and not call.cancelled():
@@ -750,12 +749,7 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
             await self._tell_canceled(
                 task,
                 turn_met(),
-                by_this_call=(
-                    saved_outcome(context)
-                    or saved_outcome(alone)
-                    # A save that was under way may have landed.
-                    or given_up
-                ),
+                by_this_call=saved_outcome(context) or saved_outcome(alone),
             )
         return task
 

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 
-TRANSPORTS = ['JSONRPC', 'HTTP+JSON', 'GRPC']
+JSONRPC = 'JSONRPC'
+OTHERS = ('HTTP+JSON', 'GRPC')
 UUID = re.compile(
     r'[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}'
 )

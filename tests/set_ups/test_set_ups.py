@@ -11,11 +11,9 @@ from a2a_lease import DatabaseLeaseStore
 from a2a_lease.testing import LeaseStoreConformance
 from processes.test_death import (  # noqa: F401 - run here once more
     test_a_killed_replica_s_task_fails_and_all_are_told,
-    test_a_zombie_that_wakes_lands_nothing_and_stops,
 )
 from processes.test_running_again import (  # noqa: F401 - run here once more
     test_a_killed_replica_s_turn_goes_on_elsewhere,
-    test_a_long_task_goes_through_a_rolling_restart,
 )
 from set_ups.conftest import POOLED, SERIALIZABLE, STRICT, WAL
 

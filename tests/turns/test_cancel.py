@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ from support.inprocess import (
     CANCELED,
     COMPLETED,
     INPUT_REQUIRED,
+    SETTINGS,
     WORKING,
     Desk,
     ScriptedAgent,
@@ -204,7 +206,9 @@ async def test_of_many_who_cancel_one_pushes(
         await desk.task()
         await desk.status(INPUT_REQUIRED)
 
-    replicas = [await service.replica(ask) for _ in range(3)]
+    # None is given up while its save is under way.
+    settings = dataclasses.replace(SETTINGS, stop_timeout=30)
+    replicas = [await service.replica(ask, settings=settings) for _ in range(3)]
     task = await replicas[0].handler.on_message_send(message(), call())
     canceled = await asyncio.gather(
         *(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 
@@ -82,15 +83,25 @@ def with_current_hold(
     )
 
 
-def note_outcome(context: ServerCallContext) -> None:
-    """Notes that a save in this call moved its task into a terminal state."""
+@contextmanager
+def saving_outcome(context: ServerCallContext) -> Generator[None]:
+    """Notes that a save in this call moves its task into a terminal state.
+
+    One that was given up may land yet.
+    """
     state = context.state
     if isinstance(state, _HoldingState):
         state.saved_outcome = True
+    try:
+        yield
+    except Exception:
+        if isinstance(state, _HoldingState):
+            state.saved_outcome = False
+        raise
 
 
 def saved_outcome(context: ServerCallContext) -> bool:
-    """Returns whether `note_outcome` was called for this very call."""
+    """Whether this very call saved an outcome, for all one knows."""
     state = context.state
     return isinstance(state, _HoldingState) and state.saved_outcome
 

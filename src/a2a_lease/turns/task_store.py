@@ -16,7 +16,7 @@ from a2a.types.a2a_pb2 import Task, TaskState, TaskStatusUpdateEvent
 from a2a.utils.errors import InternalError
 
 from a2a_lease.model import LeaseState
-from a2a_lease.turns.call_context import hold_of, is_queued, note_outcome
+from a2a_lease.turns.call_context import hold_of, is_queued, saving_outcome
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import (
     INTERRUPTED,
@@ -169,10 +169,10 @@ class LeasedTaskStore(VersionedTaskStore):
                 # The SDK leaves the time of the status before. With its own,
                 # a cancel is told from another one at the same time.
                 task.status.timestamp.FromDatetime(datetime.now(UTC))
-            version = await save()
-            if is_terminal(task):
-                note_outcome(context)
-            return version
+            if not is_terminal(task):
+                return await save()
+            with saving_outcome(context):
+                return await save()
 
         if not isinstance(hold, Turn):
             version = await save()
