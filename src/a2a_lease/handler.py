@@ -37,7 +37,7 @@ from a2a.utils.task import apply_history_length
 from sqlalchemy.exc import DBAPIError
 
 from a2a_lease.errors import LeaseConfigurationError, LeaseError
-from a2a_lease.outage import is_outage, pauses
+from a2a_lease.outage import outlast, pauses
 from a2a_lease.recovery.policy import FailAbandoned, RecoveryPolicy
 from a2a_lease.recovery.recovery import Recovery
 from a2a_lease.replica.clock import SYSTEM_CLOCK
@@ -802,7 +802,11 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
 
         async def tell() -> None:
             try:
-                await self._tell_of_cancel(task, by_this_call=by_this_call)
+                await outlast(
+                    lambda: self._tell_of_cancel(
+                        task, by_this_call=by_this_call
+                    )
+                )
             finally:
                 told.set()
 
@@ -813,19 +817,12 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                 await told.wait()
 
     async def _tell_of_cancel(self, task: Task, *, by_this_call: bool) -> None:
-        for pause in pauses():
-            try:
-                if await self.lease_store.request_cancel(self.service, task.id):
-                    return
-                # Several may cancel at once; one of them did it.
-                if by_this_call and not self._push.has_sent_outcome(task.id):
-                    await self._push.send_outcome(task.id, outcome_event(task))
-                await self._turns.forget(task.id)
-                return
-            except Exception as error:
-                if not is_outage(error):
-                    raise
-            await asyncio.sleep(pause)
+        if await self.lease_store.request_cancel(self.service, task.id):
+            return
+        # Several may cancel at once; one of them did it.
+        if by_this_call and not self._push.has_sent_outcome(task.id):
+            await self._push.send_outcome(task.id, outcome_event(task))
+        await self._turns.forget(task.id)
 
     async def _admit(self, context: ServerCallContext) -> Turn:
         """Makes the turn of a request, or refuses it before anything is."""

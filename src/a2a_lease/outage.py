@@ -110,6 +110,33 @@ def pauses(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
         pause = min(longest, pause * 1.6)
 
 
+async def outlast(
+    call: Callable[[], Awaitable[object]],
+    *,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Makes a call again as long as the database is away.
+
+    Args:
+        call: Harmless if it is made again after it landed.
+        is_over: Whether it need not be made any more, after all.
+
+    Raises:
+        Exception: What is no outage.
+    """
+    for pause in pauses():
+        try:
+            await call()
+            return
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            logger.debug('A call waits for the database.', exc_info=True)
+        if is_over():
+            return
+        await asyncio.sleep(pause)
+
+
 async def insist(
     call: Callable[[], Awaitable[object]], *, timeout: float
 ) -> None:

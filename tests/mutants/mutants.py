@@ -1006,16 +1006,16 @@ MUTANTS = [
     Mutant(
         'a task that was canceled as a message acquired keeps its lease',
         'turns/running.py',
-        '                    await self._set(\n                        lease,\n'
-        '                        context,\n'
-        '                        LeaseState.FREE if paused else '
-        'LeaseState.IDLE,\n                    )\n',
-        '                    await self.store.move(\n'
-        '                        self.service,\n'
-        '                        lease.task_id,\n'
-        '                        token=lease.token,\n'
-        '                        state=LeaseState.FREE\n'
-        '                    )\n',
+        '                await self._set(\n                    lease,\n'
+        '                    context,\n'
+        '                    LeaseState.FREE if paused else '
+        'LeaseState.IDLE,\n                )\n',
+        '                await self.store.move(\n'
+        '                    self.service,\n'
+        '                    lease.task_id,\n'
+        '                    token=lease.token,\n'
+        '                    state=LeaseState.FREE\n'
+        '                )\n',
         ('tests/turns/test_admission.py',),
         only='sqlite and let_go',
     ),
@@ -1111,14 +1111,10 @@ MUTANTS = [
     ),
     Mutant(
         'that a task was canceled is forgotten in an outage',
-        'handler.py',
-        '                if not is_outage(error):\n'
-        '                    raise\n'
-        '            await asyncio.sleep(pause)\n\n'
-        '    async def _admit',
-        '                raise\n'
-        '            await asyncio.sleep(pause)\n\n'
-        '    async def _admit',
+        'outage.py',
+        '            if not is_outage(error):\n                raise\n'
+        "            logger.debug('A call",
+        "            raise\n            logger.debug('A call",
         CANCEL,
         only='sqlite and through_an_outage',
     ),

@@ -538,22 +538,8 @@ async def test_a_task_is_taken_up_though_an_answer_is_lost(
     turn = handler._turns.new_turn(
         context=call(), owner='ada', kept_context=ContextCodec().dump(call())
     )
-    lease = await service.leases.acquire(
-        LeaseRequest(
-            service='agent',
-            task_id='t',
-            context_id='context',
-            owner='ada',
-            session_id=dead.session_id,
-            acquire_id='acquire',
-            expected_token=None,
-            before=None,
-            call_context=ContextCodec().dump(call()),
-        )
-    )
-    await service.leases.move(
-        'agent', 't', token=lease.token, state=LeaseState.FREE
-    )
+    await dead.lease('t', state=LeaseState.FREE)
+    lease = await replica.lease('t')
     session = handler._replica.session
     assert session is not None
     turn.hold(lease, session)

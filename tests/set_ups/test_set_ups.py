@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import text
 
-from a2a_lease import DatabaseLeaseStore
-from a2a_lease.testing import LeaseStoreConformance
 from processes.test_death import (  # noqa: F401 - run here once more
     test_a_killed_replica_s_task_fails_and_all_are_told,
 )
@@ -16,24 +14,13 @@ from processes.test_running_again import (  # noqa: F401 - run here once more
     test_a_killed_replica_s_turn_goes_on_elsewhere,
 )
 from set_ups.conftest import POOLED, SERIALIZABLE, STRICT, WAL
+from stores.test_conformance import (  # noqa: F401 - run here once more
+    TestDatabaseLeaseStore,
+)
 
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from a2a_lease import LeaseStore
     from support.databases import Database
-
-
-class TestDatabaseLeaseStore(LeaseStoreConformance):
-    @pytest.fixture
-    async def store(self, database: Database) -> AsyncIterator[LeaseStore]:
-        engine = database.engine()
-        store = DatabaseLeaseStore(engine)
-        await store.initialize()
-        yield store
-        await store.close()
-        await engine.dispose()
 
 
 async def test_the_set_up_is_what_it_says(

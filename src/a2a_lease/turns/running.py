@@ -13,7 +13,7 @@ from a2a.types.a2a_pb2 import Task, TaskState
 
 from a2a_lease.errors import LeaseConflictError, SessionEndedError
 from a2a_lease.model import LeaseState
-from a2a_lease.outage import is_outage, pauses
+from a2a_lease.outage import is_outage, outlast, pauses
 from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.marks import was_interrupted
 from a2a_lease.turns.push_sender import outcome_event
@@ -511,18 +511,8 @@ class Turns:
     async def _through_outages(
         self, turn: Turn, step: Callable[[], Awaitable[None]]
     ) -> None:
-        for pause in pauses():
-            try:
-                await step()
-                return
-            except Exception as error:
-                if not is_outage(error):
-                    raise
-                logger.debug('A lease waits for the database.', exc_info=True)
-            # Whoever took over the session has the lease now.
-            if turn.session.ended:
-                return
-            await asyncio.sleep(pause)
+        # Whoever took over the session has the lease now.
+        await outlast(step, is_over=lambda: turn.session.ended)
 
     async def undo(
         self,
@@ -544,23 +534,20 @@ class Turns:
             await asyncio.sleep(pause)
             acquiring = asyncio.ensure_future(self.store.acquire(request))
         paused = was_interrupted(lease.before)
-        for pause in pauses():
-            try:
-                if lease.before is None:
-                    await self.store.release(
-                        self.service, lease.task_id, token=lease.token
-                    )
-                else:
-                    await self._set(
-                        lease,
-                        context,
-                        LeaseState.FREE if paused else LeaseState.IDLE,
-                    )
-                return
-            except Exception as error:
-                if not is_outage(error):
-                    raise
-            await asyncio.sleep(pause)
+
+        async def let_go() -> None:
+            if lease.before is None:
+                await self.store.release(
+                    self.service, lease.task_id, token=lease.token
+                )
+            else:
+                await self._set(
+                    lease,
+                    context,
+                    LeaseState.FREE if paused else LeaseState.IDLE,
+                )
+
+        await outlast(let_go)
 
     async def forget(self, task_id: str) -> None:
         """Deletes the lease row of a task that is deleted or over."""
