@@ -301,6 +301,14 @@ MUTANTS = [
         HEARTBEAT,
     ),
     Mutant(
+        'a beat keeps its row locked until its commit',
+        'stores/database.py',
+        'self._transaction(renew, engine=self._beating)',
+        'self._transaction(renew)',
+        STORES,
+        only='whole_before',
+    ),
+    Mutant(
         'a fork takes a transaction along',
         'replica/heartbeat.py',
         'if heartbeat.in_round.acquire(timeout=_LONGEST_ROUND)',
@@ -1024,8 +1032,8 @@ MUTANTS = [
         'turns/running.py',
         'turn.ending is Ending.RETURNED and turn.is_deaf()',
         'turn.is_deaf()',
-        ('tests/simulation',),
-        only='5026',
+        TURN,
+        only='slow_pause',
     ),
     Mutant(
         'a lease waits for what is never saved',

@@ -390,12 +390,13 @@ async def test_a_hand_over_that_cannot_land_is_told(store, start):
 
 
 async def test_a_fork_takes_no_heartbeat_along(database):
-    """In a process of its own, which forks while the thread runs."""
+    """In a process of its own, which forks in the middle of a statement."""
     import subprocess
     import sys
 
     code = """
-import asyncio, os, sys
+import asyncio, os, sys, threading, time
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import create_async_engine
 from a2a_lease import DatabaseLeaseStore, LeaseSettings
 from a2a_lease.replica.replica import Replica
@@ -409,12 +410,29 @@ settings = LeaseSettings(ttl=20, heartbeat_interval=.1, sweep_interval=.1)
 engine = create_async_engine(sys.argv[1])
 store = DatabaseLeaseStore(engine)
 replica = Replica(store, settings, 'forked', listener=Ears())
+armed, steps, inside = threading.Event(), [], threading.Event()
+
+def step():
+    if armed.is_set() and not inside.is_set():
+        steps.append(1)
+        if len(steps) == 6:  # By then a statement has taken its lock.
+            inside.set()
+            time.sleep(0.5)
+
+@event.listens_for(engine.sync_engine, 'connect')
+def connected(connection, record):
+    if engine.dialect.name == 'sqlite':
+        connection.run_async(lambda c: c.set_progress_handler(step, 1))
+    else:
+        inside.set()
 
 async def parent():
     await store.initialize()
     await replica.start()
     await engine.dispose()
     mine = replica.session.id
+    armed.set()
+    assert await asyncio.to_thread(inside.wait, 30)
     pid = os.fork()
     if pid == 0:
         os._exit(run_child(mine))
@@ -428,7 +446,6 @@ async def parent():
     await engine.dispose()
 
 def run_child(parents):
-    import threading
     async def child():
         assert not replica.started
         await replica.start()

@@ -69,6 +69,26 @@ async def test_fencing_does_not_queue_behind_a_lock(
     assert await store.fence(session_id, beat=0)
 
 
+async def test_a_beat_is_whole_before_its_commit(
+    database: Database, store: DatabaseLeaseStore
+):
+    """A replica that is paused between the two keeps no lock on its row."""
+    session_id = await open_session(store)
+    engine = database.engine()
+    beating = DatabaseLeaseStore(engine, create_table=False)
+    await beating.initialize()
+
+    @event.listens_for(engine.sync_engine, 'commit')
+    def fail(connection: object) -> None:
+        raise RuntimeError('Paused before its commit.')
+
+    with pytest.raises(RuntimeError, match='Paused'):
+        await beating.renew(session_id)
+    await engine.dispose()
+    [session] = await store.sessions(SERVICE)
+    assert session.beat == 1
+
+
 async def test_a_look_uses_an_index(postgresql: Database):
     engine = postgresql.engine()
     store = DatabaseLeaseStore(engine)

@@ -25,6 +25,7 @@ from a2a.types.a2a_pb2 import (
     TaskState,
 )
 from google.protobuf.json_format import ParseDict
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from starlette.applications import Starlette
 from starlette.responses import Response
@@ -211,19 +212,33 @@ class Cluster:
     async def stop(self, number: int) -> None:
         """Pauses a replica, outside of its transactions.
 
-        Within one it would keep an SQLite file locked for everybody.
+        Within one it would keep locked what it has written.
         """
         while True:
             self.replicas[number].send_signal(signal.SIGSTOP)
-            if await asyncio.to_thread(self._is_writable):
+            if not await self._is_held_up():
                 return
             self.go_on(number)
             await asyncio.sleep(0.05)
 
-    def _is_writable(self) -> bool:
-        if self.database.kind != 'sqlite':
-            return True
-        return can_begin(self.engine.url.database or '', 'IMMEDIATE')
+    async def _is_held_up(self) -> bool:
+        """Whether a transaction stands still."""
+        if self.database.kind == 'sqlite':
+            path = self.engine.url.database or ''
+            return not await asyncio.to_thread(can_begin, path, 'IMMEDIATE')
+        standing: set[Any] | None = None
+        async with self.engine.connect() as connection:
+            for _ in range(10):
+                found = await connection.execute(
+                    text(_TRANSACTIONS[self.database.kind])
+                )
+                now = {tuple(row) for row in found}
+                await connection.rollback()
+                standing = now if standing is None else standing & now
+                if not standing:
+                    return False
+                await asyncio.sleep(0.02)
+        return True
 
     def go_on(self, number: int) -> None:
         self.replicas[number].send_signal(signal.SIGCONT)
@@ -337,6 +352,21 @@ class Cluster:
         if not log.exists():
             return []
         return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+_TRANSACTIONS = {
+    'postgresql': """
+        SELECT pid, xact_start FROM pg_stat_activity
+        WHERE datname = current_database() AND pid <> pg_backend_pid()
+        AND state LIKE 'idle in transaction%'
+    """,
+    'mariadb': """
+        SELECT trx_id, trx_started FROM information_schema.innodb_trx
+        JOIN information_schema.processlist ON id = trx_mysql_thread_id
+        WHERE db = DATABASE() AND id <> CONNECTION_ID()
+    """,
+}
+"""Those in which a client has the word."""
 
 
 FAILED = TaskState.TASK_STATE_FAILED

@@ -24,6 +24,7 @@ from support.inprocess import (
     ScriptedAgent,
     call,
     message,
+    slow_replica,
     until,
 )
 
@@ -433,6 +434,34 @@ async def test_an_exception_is_told_however_slow_the_surroundings(
     assert stored.status.state == FAILED
     assert not stored.status.HasField('message')
     assert [a.parts[0].text for a in stored.artifacts] == ['half']
+
+
+@pytest.mark.parametrize('state', [INPUT_REQUIRED, AUTH_REQUIRED])
+async def test_a_slow_pause_that_goes_on_keeps_its_lease_for_the_exception(
+    service: Service, state: int
+):
+    """When the pause is saved, the agent has left and the queue is closed."""
+
+    async def agent(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(state)
+        await desk.status(WORKING)
+        raise RuntimeError('boom')
+
+    replica, slow = await slow_replica(service, agent, holds=state)
+    sending = asyncio.ensure_future(
+        replica.handler.on_message_send(message(), call())
+    )
+    async with asyncio.timeout(20):
+        await slow.entered.wait()
+    await service.beats(replica, 2)
+    slow.go_on.set()
+    with contextlib.suppress(RuntimeError):
+        await sending
+    task_id = replica.pushes.sent[0][0]
+    await _gone(replica, task_id)
+    assert await replica.state(task_id) == FAILED
+    assert replica.pushes.states(task_id)[-1] == FAILED
 
 
 async def test_a_checkpoint_is_stored_after_what_it_stands_for(

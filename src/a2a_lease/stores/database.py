@@ -132,6 +132,7 @@ class DatabaseLeaseStore(LeaseStore):
             if self._dialect.isolation is not None
             else engine
         )
+        self._beating = engine.execution_options(isolation_level='AUTOCOMMIT')
         self._create_table = create_table
         self._prefix = table_prefix
         self._owns_engine = False
@@ -254,7 +255,12 @@ class DatabaseLeaseStore(LeaseStore):
         )
 
     async def renew(self, session_id: str) -> Renewal | None:
-        """Beats: one update by primary key."""
+        """Beats: one update by primary key, which commits by itself.
+
+        A replica that is paused in the middle of a transaction keeps its row
+        locked, and nobody could declare it dead. A beat that lands though it
+        was given up does no harm.
+        """
         sessions = self._sessions
         beat = (
             update(sessions)
@@ -284,7 +290,7 @@ class DatabaseLeaseStore(LeaseStore):
                 ).one_or_none()
             return Renewal(beat=row[0], notices=row[1]) if row else None
 
-        return await self._transaction(renew)
+        return await self._transaction(renew, engine=self._beating)
 
     async def close_session(self, session_id: str) -> bool:
         """Ends a session in order."""
@@ -969,14 +975,15 @@ class DatabaseLeaseStore(LeaseStore):
         work: Callable[[AsyncConnection], Awaitable[_T]],
         *,
         tries: int | None = None,
+        engine: AsyncEngine | None = None,
     ) -> _T:
         """Runs one short transaction, again after a deadlock or the like.
 
-        It is an explicit one, so that a client that gave up while a statement
-        waited never commits what it did.
+        It is an explicit one unless `engine` commits by itself, so that a
+        client that gave up while a statement waited never commits what it did.
         """
         await self.initialize()
-        running = self._run(work, tries or self._tries)
+        running = self._run(work, tries or self._tries, engine or self._working)
         if self._dialect.name != 'sqlite':
             return await running
         # Its driver works in a thread that a cancellation does not reach; a
@@ -993,13 +1000,16 @@ class DatabaseLeaseStore(LeaseStore):
             transaction.exception()
 
     async def _run(
-        self, work: Callable[[AsyncConnection], Awaitable[_T]], tries: int
+        self,
+        work: Callable[[AsyncConnection], Awaitable[_T]],
+        tries: int,
+        engine: AsyncEngine,
     ) -> _T:
         number = 0
         while True:
             number += 1
             try:
-                async with self._working.begin() as connection:
+                async with engine.begin() as connection:
                     return await work(connection)
             except DBAPIError as error:
                 if not is_contention(error) or number >= tries:
