@@ -667,7 +667,8 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         task_id = params.id
         turn = self._turns.of(task_id)
         after: TaskVersion | None = None
-        if turn is not None and turn.loss is None:
+        is_here = turn is not None and turn.loss is None and not turn.over
+        if turn is not None and is_here:
             over = self._turns.watch(task_id)
             ended = False
             local = LocalStream(
@@ -689,12 +690,14 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
         if stored is None:
             raise TaskNotFoundError
         if after is None:
-            if is_terminal(stored.task):
+            if is_terminal(stored.task) and not is_here:
                 raise UnsupportedOperationError(
                     message=f'Task {task_id} is in terminal state: '
                     f'{TaskState.Name(stored.task.status.state)}'
                 )
             yield stored.task
+            if is_terminal(stored.task):
+                return
             after = stored.version
         async with aclosing(self._follow(task_id, after, context)) as events:
             async for event in events:

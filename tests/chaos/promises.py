@@ -18,14 +18,13 @@ from sqlalchemy import select
 from a2a_lease.model import SessionState
 from chaos.faults import DEADLY, Kind
 from chaos.stage import OVER, PAUSED
-from support.log import broken_log, state_name
+from support.log import artifacts_of, broken_log, rebuilt, state_name
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from chaos.stage import Client, Stage
-    from support.cluster import Heard
 
 
 async def broken(stage: Stage) -> list[str]:
@@ -189,19 +188,6 @@ def _runs(stage: Stage) -> Iterable[str]:
             runs.remove(line['pid'])
 
 
-def _rebuilt(heard: Heard) -> list[str]:
-    """Returns the parts of a task as a client puts them together."""
-    parts: list[str] = []
-    for event in heard.events:
-        if event.HasField('task'):
-            parts = _texts(event.task)
-        elif event.HasField('artifact_update'):
-            update = event.artifact_update
-            texts = [part.text for part in update.artifact.parts]
-            parts = parts + texts if update.append else texts
-    return parts
-
-
 def _is_disturbed(stage: Stage) -> bool:
     """Whether the victim met an error, and lives."""
     fault = stage.fault
@@ -243,10 +229,11 @@ def _streams(stage: Stage, tasks: dict[str, Task]) -> Iterable[str]:
                 f'4 (streams go on): {who} ended with {states}, the task is '
                 f'{state_name(task.status.state)}'
             )
-        if (parts := _rebuilt(heard)) != _texts(task):
+        parts, whole = rebuilt(heard.payloads), artifacts_of(task)
+        if parts != whole:
             yield (
                 f'4 (streams go on): {who} brought {parts}, the task has '
-                f'{_texts(task)}'
+                f'{whole}'
             )
 
 

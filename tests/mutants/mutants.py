@@ -301,6 +301,13 @@ MUTANTS = [
         HEARTBEAT,
     ),
     Mutant(
+        'a stream takes an old reading of the task for the newest',
+        'turns/following.py',
+        'self._last is not None or isinstance(event, Task)',
+        'self._last is not None',
+        ('tests/turns/test_following.py',),
+    ),
+    Mutant(
         'a beat keeps its row locked until its commit',
         'stores/database.py',
         'self._transaction(renew, engine=self._beating)',

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
-from a2a.types.a2a_pb2 import Task, TaskArtifactUpdateEvent, TaskState
+from a2a.types.a2a_pb2 import Task, TaskState
 
 from a2a_lease.model import SessionState
 from a2a_lease.turns.marks import INTERRUPTED, TERMINAL
-from simulation.world import SILENT, Heard, Replica, World
+from simulation.world import SILENT, Replica, World
 from support.inprocess import call
-from support.log import broken_log, state_name
+from support.log import artifacts_of, broken_log, rebuilt, state_name
 
 
 async def broken(world: World) -> list[str]:
@@ -26,13 +25,6 @@ async def broken(world: World) -> list[str]:
         *await _pushes(world),
         *_harmless(world),
     ]
-
-
-def _artifacts(task: Task) -> dict[str, list[str]]:
-    return {
-        artifact.artifact_id: [part.text for part in artifact.parts]
-        for artifact in task.artifacts
-    }
 
 
 def _nothing_is_left_behind(world: World) -> Iterable[str]:
@@ -52,7 +44,7 @@ def _events(world: World) -> Iterable[str]:
 def _parts(world: World) -> Iterable[str]:
     """What agents counted is there once, and in order."""
     for task_id, record in world.database.tasks.items():
-        for name, texts in _artifacts(record.task).items():
+        for name, texts in artifacts_of(record.task).items():
             if texts != [str(number) for number in range(len(texts))]:
                 yield f'9 (the same turn): {name} of {task_id} reads {texts}'
         messages = [m.message_id for m in record.task.history]
@@ -113,25 +105,6 @@ async def _sessions(world: World) -> list[str]:
     return found
 
 
-def _rebuilt(heard: Heard) -> dict[str, list[str]]:
-    """Returns the parts of a task as a client puts them together."""
-    parts: dict[str, list[str]] = defaultdict(list)
-    known: dict[str, list[str]] = {}
-    for event in heard.events:
-        if isinstance(event, Task):
-            parts = defaultdict(list, _artifacts(event))
-            known = _artifacts(event) if heard.kind == 'listen' else {}
-        elif isinstance(event, TaskArtifactUpdateEvent):
-            texts = [part.text for part in event.artifact.parts]
-            name = event.artifact.artifact_id
-            if set(texts) <= set(known.get(name, [])):
-                # The SDK reads the task after it began to listen, and does
-                # not tell apart what came in between.
-                continue
-            parts[name] = parts[name] + texts if event.append else texts
-    return dict(parts)
-
-
 def _streams(world: World) -> Iterable[str]:
     for client in world.clients.values():
         for heard in client.heard:
@@ -167,7 +140,10 @@ def _streams(world: World) -> Iterable[str]:
                 if states[-1] == TaskState.TASK_STATE_CANCELED:
                     # The SDK's cancel overwrites what was saved meanwhile.
                     continue
-                parts, whole = _rebuilt(heard), _artifacts(record.task)
+                parts, whole = (
+                    rebuilt(heard.events, subscribed=heard.kind == 'listen'),
+                    artifacts_of(record.task),
+                )
                 if not any(isinstance(event, Task) for event in heard.events):
                     # Of a task that it knew it hears what is new.
                     whole = {

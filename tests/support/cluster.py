@@ -72,6 +72,10 @@ class Heard:
         self.changed.set()
 
     @property
+    def payloads(self) -> list[Any]:
+        return [getattr(e, str(e.WhichOneof('payload'))) for e in self.events]
+
+    @property
     def states(self) -> list[int]:
         return [
             (e.task if e.HasField('task') else e.status_update).status.state

@@ -1,7 +1,8 @@
-"""What is true of every task's log of events, whoever wrote it."""
+"""What is true of every task's log of events, and what clients make of one."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,40 @@ from a2a_lease.turns.marks import TERMINAL
 
 def state_name(state: int) -> str:
     return TaskState.Name(state).removeprefix('TASK_STATE_')
+
+
+def artifacts_of(task: Task) -> dict[str, list[str]]:
+    """Returns the texts of each artifact."""
+    return {
+        artifact.artifact_id: [part.text for part in artifact.parts]
+        for artifact in task.artifacts
+    }
+
+
+def rebuilt(
+    events: Iterable[Any], *, subscribed: bool = False
+) -> dict[str, list[str]]:
+    """Puts artifacts together as a client does.
+
+    Args:
+        events: what it heard.
+        subscribed: whether it subscribed to a task that was there. The SDK
+            reads the task after it began to listen, and does not tell apart
+            what came in between.
+    """
+    parts: dict[str, list[str]] = defaultdict(list)
+    known: dict[str, list[str]] = {}
+    for event in events:
+        if isinstance(event, Task):
+            parts = defaultdict(list, artifacts_of(event))
+            known = artifacts_of(event) if subscribed else {}
+        elif isinstance(event, TaskArtifactUpdateEvent):
+            texts = [part.text for part in event.artifact.parts]
+            name = event.artifact.artifact_id
+            if set(texts) <= set(known.get(name, [])):
+                continue
+            parts[name] = parts[name] + texts if event.append else texts
+    return dict(parts)
 
 
 def broken_log(

@@ -17,6 +17,7 @@ from a2a_lease.turns.hold import Loss
 from a2a_lease.turns.shown import Shown
 from simulation.loop import VirtualLoop
 from support.inprocess import (
+    FAILED,
     INPUT_REQUIRED,
     WORKING,
     Desk,
@@ -24,6 +25,7 @@ from support.inprocess import (
     message,
     until,
 )
+from support.log import rebuilt
 
 
 if TYPE_CHECKING:
@@ -98,6 +100,74 @@ async def test_a_subscription_ends_when_its_task_pauses(service: Service):
     await asyncio.wait_for(asking, 20)
     await asyncio.wait_for(listening, 20)
     assert states == [WORKING, INPUT_REQUIRED]
+
+
+@pytest.mark.parametrize('last', [INPUT_REQUIRED, FAILED])
+async def test_a_turn_that_ends_as_somebody_subscribes_is_heard_whole(
+    service: Service, last: int
+):
+    """The SDK has read the task, and hears nothing of the turn any more."""
+    go_on, read = asyncio.Event(), asyncio.Event()
+    slow: list[asyncio.Event] = []
+
+    async def work(desk: Desk) -> None:
+        await desk.task()
+        await desk.status(WORKING)
+        await go_on.wait()
+        await desk.artifact('one')
+        await desk.artifact('two', append=True)
+        if last == FAILED:
+            raise RuntimeError('boom')
+        await desk.status(last)
+
+    def wrap(store: Any) -> Any:
+        get = store.get
+
+        async def get_slowly(task_id: str, context: Any) -> Any:
+            found = await get(task_id, context)
+            if slow:
+                gone = slow.pop()
+                read.set()
+                await gone.wait()
+            return found
+
+        store.get = get_slowly
+        return store
+
+    replica = await service.replica(work, wrap_tasks=wrap)
+    asking = asyncio.ensure_future(
+        replica.handler.on_message_send(message(), call())
+    )
+    task = await replica.working()
+    gone = asyncio.Event()
+    slow.append(gone)
+    events: list[Any] = []
+
+    async def listen() -> None:
+        async for event in replica.handler.on_subscribe_to_task(
+            SubscribeToTaskRequest(id=task.id), call()
+        ):
+            events.append(event)
+
+    listening = asyncio.ensure_future(listen())
+    service.clients.append(listening)
+    await asyncio.wait_for(read.wait(), 20)
+    go_on.set()
+    await asyncio.wait({asking}, timeout=20)
+    assert asking.done()
+    asking.exception()
+
+    async def over():
+        return replica.handler._turns.of(task.id) is None
+
+    await until(over)
+    gone.set()
+
+    async def heard():
+        return events and events[-1].status.state == last
+
+    await until(heard)
+    assert rebuilt(events) == {'a': ['one', 'two']}
 
 
 async def test_a_slow_reader_gets_all_of_a_turn_that_is_over(

@@ -170,8 +170,12 @@ class LocalStream:
                     return
                 version = self._turn.shown.version_of(event)
                 if self._over.is_set():
-                    if version is None and self._last is not None:
-                        return  # Of the next turn.
+                    if version is None and (
+                        self._last is not None or isinstance(event, Task)
+                    ):
+                        # Of the next turn; or the task as it was when the SDK
+                        # read it, of which nobody knows what came after.
+                        return
                     # A slow reader is behind; it gets all there is.
                     until = _after(_LINGER)
                 self._last = event
