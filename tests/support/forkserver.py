@@ -97,10 +97,6 @@ _server: ForkServer | None = None
 class ForkedServer(ServerProcess):
     """A replica of `support.replica_app`, forked."""
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
     def _spawn(self, listener: int, log: int) -> Any:
         global _server  # noqa: PLW0603
         if _server is None:

@@ -64,6 +64,11 @@ class ServerProcess:
         """Its process id."""
         return self._running().pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise RuntimeError(f'{self.name} was not started.')
