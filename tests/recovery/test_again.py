@@ -37,6 +37,7 @@ from a2a_lease import (
     current_lease,
 )
 from a2a_lease.model import LeaseState, SessionState
+from a2a_lease.replica.session import LiveSession
 from a2a_lease.turns.record import TurnRecord
 from support.inprocess import (
     AUTH_REQUIRED,
@@ -785,8 +786,12 @@ async def test_a_cancel_while_it_waits_to_run_again_is_for_good(stage: Stage):
     assert (await sending).status.state == CANCELED
 
 
-async def test_saves_of_a_turn_that_runs_again_ask_nothing(stage: Stage):
+async def test_saves_of_a_turn_that_runs_again_ask_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+):
     """The takeover is its own save; while beats are fresh, that is enough."""
+    # On a busy machine a beat may be late.
+    monkeypatch.setattr(LiveSession, 'fresh', lambda self: not self.ended)
     looks: list[Any] = []
     look = stage.service.leases.holder
 

@@ -51,12 +51,11 @@ async def _fence(service: Service, session_id: str) -> None:
 async def test_a_zombie_lands_nothing_after_the_takeover(
     service: Service, ending: str
 ):
-    begun, wake = asyncio.Event(), asyncio.Event()
+    wake = asyncio.Event()
 
     async def zombie(desk: Desk) -> None:
         await desk.task()
         await desk.status(WORKING)
-        begun.set()
         await stubbornly(wake)
         await desk.artifact('late')
         await desk.status(COMPLETED)
@@ -68,7 +67,7 @@ async def test_a_zombie_lands_nothing_after_the_takeover(
     sending = asyncio.ensure_future(
         old.handler.on_message_send(message(), call())
     )
-    await begun.wait()
+    await old.working()
     [lease] = await service.leases.leases()
     await _fence(service, lease.session_id)
 
@@ -122,6 +121,7 @@ async def test_a_fenced_replica_lives_on_under_a_new_session(
     )
     await begun.wait()
     [lease] = await service.leases.leases()
+    await until(lambda: replica.stored(lease.task_id))
     await _fence(service, lease.session_id)
     task = await sending
     assert task.status.state == FAILED

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
 
-_AGAIN = 0.25
+_AGAIN = 1.0
+"""Seconds after which a task is cancelled once more.
+
+Not sooner: SQLAlchemy closes the connection of a cancelled call of SQLite in
+order, and a cancel meanwhile has it wait for ever.
+"""
 
 
 async def stop(tasks: Iterable[asyncio.Future[Any]]) -> None:
