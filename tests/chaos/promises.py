@@ -253,13 +253,11 @@ async def _pushes(stage: Stage, tasks: dict[str, Task]) -> list[str]:
             )
         )
     # The SDK's sender passes over a push if it cannot read to whom.
-    passed_over = _is_disturbed(stage) and (
-        'push_notification_configs' in stage.at()
-    )
+    passed_over = stage.cluster.passed_over()
     for task_id in wanted & set(tasks):
         state = tasks[task_id].status.state
         states = told[task_id]
-        if state not in states and not passed_over:
+        if state not in states and task_id not in passed_over:
             found.append(
                 f'6 (each webhook is told): {task_id} is {state_name(state)}, its '
                 f'webhook heard {[state_name(s) for s in states]}'

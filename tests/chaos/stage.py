@@ -12,19 +12,18 @@ from a2a.types.a2a_pb2 import (
     SubscribeToTaskRequest,
     TaskState,
 )
-from sqlalchemy import inspect, select, text
+from sqlalchemy import select
 from sqlalchemy.exc import DBAPIError
 
 from a2a_lease.model import SessionState
 from chaos.faults import DEADLY, Fault, Kind
+from chaos.writes import frozen
 from support.cluster import Cluster, Heard
 
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
-
-    from sqlalchemy.ext.asyncio import AsyncConnection
 
     from chaos.scenarios import Scenario
     from support.databases import Database
@@ -205,10 +204,6 @@ class Stage:
         """Whether the fault has happened."""
         return (self.folder / 'reached').exists()
 
-    def at(self) -> str:
-        """Returns the statement at which the fault happened, or ''."""
-        return (self.folder / 'reached').read_text() if self.reached else ''
-
     def note_pids(self) -> None:
         """Remembers which process is which replica."""
         for number, replica in enumerate(self.cluster.replicas):
@@ -340,39 +335,8 @@ class Stage:
         ]
 
     async def _freeze(self) -> None:
-        """Has all writes wait, while reads go on."""
-        async with self.cluster.engine.connect() as connection:
-            names = await connection.run_sync(
-                lambda sync: inspect(sync).get_table_names()
-            )
-            if self.database.kind == 'postgresql':
-                await self._lock(connection, names)
-            elif self.database.kind == 'mariadb':
-                locks = ', '.join(f'{name} READ' for name in names)
-                await connection.execute(text(f'LOCK TABLES {locks}'))
-            else:
-                await connection.rollback()
-                raw = await connection.get_raw_connection()
-                cursor = await raw.driver_connection.execute('BEGIN IMMEDIATE')
-                await cursor.close()
+        async with frozen(self.cluster.engine, self.database.kind):
             await asyncio.sleep(2 * TTL)
-            if self.database.kind == 'mariadb':
-                await connection.execute(text('UNLOCK TABLES'))
-            elif self.database.kind == 'sqlite':
-                raw = await connection.get_raw_connection()
-                await raw.driver_connection.rollback()
-
-    async def _lock(
-        self, connection: AsyncConnection, names: list[str]
-    ) -> None:
-        locks = f'LOCK TABLE {", ".join(names)} IN SHARE MODE'
-        while True:
-            try:
-                await connection.execute(text(locks))
-            except DBAPIError:  # A deadlock with who writes.
-                await connection.rollback()
-            else:
-                return
 
     async def _unsettled(self) -> str:
         """Says what is still under way, or ''."""

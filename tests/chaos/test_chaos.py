@@ -48,6 +48,6 @@ async def test_whatever_goes_wrong_the_promises_hold(
     )
     result = await play(scenario, fault, database, tmp_path)
     assert not result.broken, (
-        f'script/chaos {database.kind} --scenario {scenario.name} '
+        f'script/chaos --database {database.kind} --scenario {scenario.name} '
         f'--fault {fault}: {result.broken}\n{result.logs}'
     )

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
-import contextlib
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,7 +29,9 @@ class Point:
     def __str__(self) -> str:
         """Returns the arguments that play it again."""
         fault = f' --fault {self.fault}' if self.fault else ''
-        return f'{self.database} --scenario {self.scenario.name}{fault}'
+        return (
+            f'--database {self.database} --scenario {self.scenario.name}{fault}'
+        )
 
 
 def faults(
@@ -155,48 +155,3 @@ class Walk:
         print(f'{len(self._broken):6} points at which a promise broke')
         for point, _ in self._broken:
             print(f'       script/chaos {point}')
-
-
-def main() -> int:
-    """Reads the arguments, and walks."""
-    parser = argparse.ArgumentParser(
-        prog='script/chaos',
-        description='Kills, stops and disturbs a replica at its database '
-        'statements, and checks that every promise holds.',
-    )
-    parser.add_argument(
-        'databases',
-        nargs='*',
-        default=['sqlite', 'postgresql', 'mariadb'],
-        metavar='DATABASE',
-        help='sqlite, postgresql or mariadb; all by default',
-    )
-    parser.add_argument(
-        '--scenario',
-        action='append',
-        metavar='WORD',
-        help='those with the word in their name, or of just that name: '
-        f'{", ".join(SCENARIOS)}',
-    )
-    parser.add_argument(
-        '--kinds',
-        type=lambda text: [Kind(kind) for kind in text.split(',')],
-        default=list(Kind),
-        help=f'what goes wrong: {",".join(Kind)}',
-    )
-    parser.add_argument('--fault', action='append', help='such as kill@loop:7+')
-    parser.add_argument('--times', type=int, default=1, help='of each --fault')
-    parser.add_argument('--count', type=int, default=4, help='per scenario')
-    parser.add_argument('--exhaustive', action='store_true')
-    parser.add_argument('--seed', type=int, default=random.randrange(10**6))
-    parser.add_argument('--at-once', type=int, default=4)
-    parser.add_argument('--details', action='store_true', help='with logs')
-    parser.add_argument('--steps', action='store_true', help='list them')
-    arguments = parser.parse_args()
-    arguments.scenario = arguments.scenario or ['']
-    with contextlib.closing(Servers()) as servers:
-        return asyncio.run(Walk(arguments, servers).run())
-
-
-if __name__ == '__main__':
-    sys.exit(main())

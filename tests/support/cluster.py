@@ -111,6 +111,43 @@ class Heard:
         await asyncio.wait_for(self.done, PATIENCE)
 
 
+def listen(events: AsyncIterator[StreamResponse]) -> Heard:
+    """Collects what a stream brings."""
+    heard = Heard()
+
+    async def collect() -> None:
+        try:
+            async for event in events:
+                heard.add(event)
+        except Exception as error:
+            heard.error = error
+        finally:
+            heard.changed.set()
+
+    heard.done = asyncio.ensure_future(collect())
+    return heard
+
+
+def make_request(
+    script: str, *, task_id: str = '', context_id: str = '', webhook: str = ''
+) -> SendMessageRequest:
+    """Makes a message that says what `support.replica_app` shall do."""
+    request = SendMessageRequest(
+        message=Message(
+            message_id=str(uuid.uuid4()),
+            role=Role.ROLE_USER,
+            task_id=task_id,
+            context_id=context_id,
+            parts=[Part(text='\n'.join(script.split('; ')))],
+        )
+    )
+    if webhook:
+        request.configuration.task_push_notification_config.CopyFrom(
+            TaskPushNotificationConfig(id='hook', url=webhook)
+        )
+    return request
+
+
 class Cluster:
     """Several replicas over one database."""
 
@@ -286,37 +323,17 @@ class Cluster:
         return self.hear(client.send_message(self.message(script, **rest)))
 
     def hear(self, events: AsyncIterator[StreamResponse]) -> Heard:
-        heard = Heard()
-
-        async def listen() -> None:
-            try:
-                async for event in events:
-                    heard.add(event)
-            except Exception as error:
-                heard.error = error
-            finally:
-                heard.changed.set()
-
-        heard.done = asyncio.ensure_future(listen())
-        return heard
+        return listen(events)
 
     def message(
         self, script: str, *, task: Task | None = None, push: bool = False
     ) -> SendMessageRequest:
-        request = SendMessageRequest(
-            message=Message(
-                message_id=str(uuid.uuid4()),
-                role=Role.ROLE_USER,
-                task_id=task.id if task else '',
-                context_id=task.context_id if task else '',
-                parts=[Part(text='\n'.join(script.split('; ')))],
-            )
+        return make_request(
+            script,
+            task_id=task.id if task else '',
+            context_id=task.context_id if task else '',
+            webhook=self.webhook_url if push else '',
         )
-        if push:
-            request.configuration.task_push_notification_config.CopyFrom(
-                TaskPushNotificationConfig(id='hook', url=self.webhook_url)
-            )
-        return request
 
     # What is stored.
 
@@ -350,6 +367,11 @@ class Cluster:
             ]
 
         await self.until(none_left)
+
+    def passed_over(self) -> set[str]:
+        """The tasks of which the SDK did not tell whom it should have."""
+        notes = self.folder / 'passed_over'
+        return set(notes.read_text().split()) if notes.exists() else set()
 
     def agent_log(self) -> list[dict[str, Any]]:
         log = self.folder / 'agent.log'

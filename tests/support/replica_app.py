@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import signal
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,13 @@ from a2a.types.a2a_pb2 import (
     TaskStatus,
     TaskStatusUpdateEvent,
 )
+from sqlalchemy.exc import TimeoutError as SQLAlchemyTimeoutError
+from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.applications import Starlette
 
 from a2a_lease import (
     DatabaseLeaseStore,
+    Fail,
     FailAbandoned,
     LeaseSettings,
     LeasedRequestHandler,
@@ -58,6 +62,8 @@ from chaos import faults
 from support.databases import engine_of
 
 
+_POOL = 15
+"""Connections at once, as SQLAlchemy makes them by default."""
 STATES = {
     'submitted': TaskState.TASK_STATE_SUBMITTED,
     'working': TaskState.TASK_STATE_WORKING,
@@ -69,22 +75,14 @@ STATES = {
 }
 
 
-class CommandedAgent(AgentExecutor):
-    """Does what the lines of its message say.
-
-    `task`, a state, `artifact TEXT`, `append TEXT`, `message TEXT`,
-    `wait GATE` (for a file of that name), `stubborn GATE` (the same, whatever
-    is done to it), `block SECONDS` (the event loop), `raise`, `oom`,
-    `sleep SECONDS`, `checkpoint VALUE`, `count N GATE` (appends numbers up to N, each with a
-    checkpoint, and waits for the gate after the first that this run adds).
-    `first COMMAND` is for the first attempt only, `later COMMAND` for others.
-    """
+class Log:
+    """What happens here, for all replicas in one file."""
 
     def __init__(self, folder: Path, replica: str) -> None:
-        self._folder = folder
+        self.folder = folder
         self._replica = replica
 
-    def _log(self, what: str, task_id: str) -> None:
+    def __call__(self, what: str, task_id: str) -> None:
         line = json.dumps(
             {
                 'what': what,
@@ -93,8 +91,43 @@ class CommandedAgent(AgentExecutor):
                 'pid': os.getpid(),
             }
         )
-        with (self._folder / 'agent.log').open('a') as log:
+        with (self.folder / 'agent.log').open('a') as log:
             log.write(f'{line}\n')
+
+
+class NotedConfigs(DatabasePushNotificationConfigStore):
+    """Notes whom the SDK does not tell, since it cannot read where."""
+
+    def __init__(self, engine: AsyncEngine, folder: Path) -> None:
+        super().__init__(engine)
+        self._notes = folder / 'passed_over'
+
+    async def get_info_for_dispatch(self, task_id):
+        try:
+            return await super().get_info_for_dispatch(task_id)
+        except Exception:
+            with self._notes.open('a') as notes:
+                notes.write(f'{task_id}\n')
+            raise
+
+
+class CommandedAgent(AgentExecutor):
+    """Does what the lines of its message say.
+
+    `task`, a state, `artifact TEXT`, `append TEXT`, `message TEXT`,
+    `wait GATE` (for a file of that name), `stubborn GATE` (the same, whatever
+    is done to it), `block SECONDS` (the event loop), `raise`, `oom`,
+    `sleep SECONDS`, `checkpoint VALUE`, `count N GATE` (appends numbers up to
+    N, each with a checkpoint, and waits for the gate after the first that this
+    run adds), `tick N SECONDS` (the same, and waits so long after each),
+    `hog SECONDS` (all connections to the database), `note WORD` (nothing).
+    `first COMMAND` is for the first attempt only, `later COMMAND` for others.
+    """
+
+    def __init__(self, log: Log, engine: AsyncEngine) -> None:
+        self._log = log
+        self._folder = log.folder
+        self._engine = engine
 
     async def execute(self, context, event_queue) -> None:
         task_id = context.task_id
@@ -122,8 +155,8 @@ class CommandedAgent(AgentExecutor):
             await asyncio.sleep(float(rest))
         elif command == 'checkpoint':
             await lease.save_checkpoint(rest)
-        elif command == 'count':
-            number, _, gate = rest.partition(' ')
+        elif command in ('count', 'tick'):
+            number, _, pause = rest.partition(' ')
             begin = (lease.checkpoint or {'counted': 0})['counted']
             # A number may be durable although its checkpoint is not.
             kept = lease.stored_task or context.current_task or Task()
@@ -132,8 +165,14 @@ class CommandedAgent(AgentExecutor):
                 what = 'append' if each else 'artifact'
                 await self._do(what, f'{each} ', context, queue)
                 await lease.save_checkpoint({'counted': each + 1})
-                if each == begin:
-                    await self._gate(f'{gate}{each}')
+                if command == 'tick':
+                    await asyncio.sleep(float(pause))
+                elif each == begin:
+                    await self._gate(f'{pause}{each}')
+        elif command == 'hog':
+            await self._hog(float(rest))
+        elif command == 'note':
+            pass
         elif command == 'task':
             await queue.enqueue_event(
                 Task(
@@ -182,13 +221,21 @@ class CommandedAgent(AgentExecutor):
                 except asyncio.CancelledError:
                     continue
         elif command == 'block':
-            time.sleep(float(rest))
+            # A process whose clock is set apart cannot sleep otherwise.
+            select.select([], [], [], float(rest))
         elif command == 'raise':
             raise RuntimeError('as commanded')
         elif command == 'oom':
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             raise ValueError(f'unknown command {command!r}')
+
+    async def _hog(self, seconds: float) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            with contextlib.suppress(SQLAlchemyTimeoutError):
+                for _ in range(_POOL):
+                    await stack.enter_async_context(self._engine.connect())
+            await asyncio.sleep(seconds)
 
     async def _gate(self, name: str) -> None:
         while not (self._folder / f'gate-{name}').exists():
@@ -239,9 +286,21 @@ class Patient(RecoveryPolicy):
         return RunAgain()
 
 
+class Mixed(ReExecute):
+    """Runs again what does not ask to be run once."""
+
+    def decide(self, lease, task):
+        said = task.history[0].parts[0].text if task and task.history else ''
+        if 'note once' in said:
+            return Fail('The agent says so.')
+        return super().decide(lease, task)
+
+
 def make_policy(config: dict[str, Any]) -> RecoveryPolicy:
     if 'decides_after' in config:
         return Patient(Path(config['folder']), config['decides_after'])
+    if 'mixed' in config:
+        return Mixed(**config['mixed'])
     if 're_execute' in config:
         return ReExecute(**config['re_execute'])
     return FailAbandoned()
@@ -250,7 +309,12 @@ def make_policy(config: dict[str, Any]) -> RecoveryPolicy:
 def make_app(config: dict[str, Any]) -> Starlette:
     if 'faults' in config:
         faults.install(**config['faults'])
-    engine = engine_of(config['database_url'], pooled=config['pooled'])
+    engine = engine_of(
+        config['database_url'],
+        pooled=config['pooled'],
+        **config.get('engine', {}),
+    )
+    log = Log(Path(config['folder']), config['name'])
     card = AgentCard(
         name=config['service'],
         description='Does as it is told.',
@@ -266,9 +330,9 @@ def make_app(config: dict[str, Any]) -> Starlette:
             )
         ],
     )
-    configs = DatabasePushNotificationConfigStore(engine)
+    configs = NotedConfigs(engine, Path(config['folder']))
     handler = LeasedRequestHandler(
-        agent_executor=CommandedAgent(Path(config['folder']), config['name']),
+        agent_executor=CommandedAgent(log, engine),
         agent_card=card,
         task_store=VersionedDatabaseTaskStore(engine),
         event_stream=DatabaseTaskEventStream(engine, poll_interval_s=0.1),
