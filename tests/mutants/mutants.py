@@ -997,8 +997,8 @@ MUTANTS = [
     Mutant(
         'a stream brings the next turn twice',
         'turns/following.py',
-        'if version is None and self._last is not None:',
-        'if False:',
+        'if version is None and (\n                        self._last',
+        'if False and (\n                        self._last',
         ('tests/turns/test_following.py',),
         only='slow_reader',
     ),
