@@ -387,15 +387,15 @@ def _outcome(task: Task, errand: Errand, logged: _Logged) -> Iterable[str]:
         if not errand.canceled:
             yield wrong
         return
+    if errand.kind == 'raise':
+        if state != FAILED:
+            yield wrong
+        return
     if state == FAILED and mark is not None:
         if errand.kind == 'once':
             if not any(run.life.may_count_as_dead() for run in logged.runs):
                 yield f'3 (no harm): {wrong}'
         elif int(mark['attempt']) < MAX_ATTEMPTS:
-            yield wrong
-        return
-    if errand.kind == 'raise':
-        if state != FAILED:
             yield wrong
         return
     if state in INTERRUPTED:
