@@ -10,6 +10,7 @@ from sqlalchemy import text
 
 from a2a_lease.model import SessionState
 from support.cluster import COMPLETED, WORKING, Cluster
+from support.databases import drop_connections
 
 
 if TYPE_CHECKING:
@@ -122,22 +123,5 @@ async def test_connections_that_the_server_drops_fail_nobody(
 
 async def _drop_connections(database: Database) -> None:
     engine = database.engine()
-    async with engine.connect() as connection:
-        if database.kind == 'postgresql':
-            await connection.execute(
-                text(
-                    'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-                    'WHERE datname = current_database() '
-                    'AND pid <> pg_backend_pid()'
-                )
-            )
-        else:
-            ids = await connection.scalars(
-                text(
-                    'SELECT id FROM information_schema.processlist '
-                    'WHERE db = database() AND id <> connection_id()'
-                )
-            )
-            for each in ids.all():
-                await connection.execute(text(f'KILL {int(each)}'))
+    await drop_connections(engine, database.kind)
     await engine.dispose()

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from sqlalchemy import text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -231,6 +233,25 @@ def can_begin(path: Path | str, kind: str) -> bool:
         except sqlite3.OperationalError:
             return False
     return True
+
+
+_OTHERS = {
+    'postgresql': 'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
+    'WHERE datname = current_database() AND pid <> pg_backend_pid()',
+    'mariadb': 'SELECT id FROM information_schema.processlist '
+    'WHERE db = database() AND id <> connection_id()',
+}
+
+
+async def drop_connections(engine: AsyncEngine, kind: str) -> None:
+    """Has the server end all connections to a database but this one."""
+    async with engine.connect() as connection:
+        found = await connection.scalars(text(_OTHERS[kind]))
+        if kind == 'mariadb':
+            for each in found.all():
+                # It may have ended meanwhile.
+                with contextlib.suppress(DBAPIError):
+                    await connection.execute(text(f'KILL {int(each)}'))
 
 
 def make_database(kind: str, servers: Servers, folder: Path) -> Database:

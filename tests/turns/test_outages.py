@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from a2a_lease.outage import is_outage
+from support.databases import drop_connections
 from support.inprocess import (
     COMPLETED,
     FAILED,
@@ -111,34 +111,16 @@ async def test_a_save_outlasts_a_lost_connection(
     assert not flaky[0].breaks
 
 
-KILL_ALL = {
-    'postgresql': """
-        SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-        WHERE pid <> pg_backend_pid() AND datname = current_database()
-    """,
-    'mariadb': """
-        SELECT CONCAT('KILL ', id) FROM information_schema.processlist
-        WHERE id <> CONNECTION_ID() AND db = DATABASE()
-    """,
-}
-
-
 async def test_connections_that_the_server_kills_fail_nothing(
     database: Database, service: Service
 ):
     """Idle ones in the pools and the heartbeat's, again and again."""
-    if database.kind not in KILL_ALL:
+    if database.kind == 'sqlite':
         return
     killer = database.engine(isolation_level='AUTOCOMMIT')
 
     async def kill() -> None:
-        async with killer.connect() as connection:
-            found = await connection.scalars(text(KILL_ALL[database.kind]))
-            for kill in found.all():
-                # One may have ended by itself.
-                with contextlib.suppress(DBAPIError):
-                    if database.kind == 'mariadb':
-                        await connection.execute(text(kill))
+        await drop_connections(killer, database.kind)
 
     async def work(desk: Desk) -> None:
         await desk.task()

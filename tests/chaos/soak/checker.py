@@ -16,11 +16,10 @@ from a2a.server.context import ServerCallContext
 from a2a.server.models import TaskEventModel, TaskModel
 from a2a.types.a2a_pb2 import StreamResponse, Task, TaskState
 from sqlalchemy import select
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from a2a_lease import DatabaseLeaseStore
 from a2a_lease.model import Session, SessionState
+from a2a_lease.outage import is_outage
 from a2a_lease.turns.marks import INTERRUPTED, TERMINAL
 from chaos.soak.customers import Errand, Request
 from chaos.soak.fleet import Fleet, Life
@@ -118,8 +117,9 @@ class Checker:
             try:
                 async with asyncio.timeout(20):
                     await self.look()
-            except (DBAPIError, OSError, TimeoutError, PoolTimeoutError):
-                pass  # The database is away.
+            except Exception as error:
+                if not is_outage(error):
+                    raise
             await asyncio.sleep(0.5)
 
     async def look(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,8 +64,6 @@ class Request:
     life: Life
     kind: str
     heard: Heard
-    began: float = field(default_factory=time.time)
-    ended: float | None = None
     hung_up: bool = False
 
     @property
@@ -89,7 +87,6 @@ class Errand:
     context_id: str = ''
     canceled: bool = False
     cancels: list[Life] = field(default_factory=list)
-    began: float = field(default_factory=time.time)
 
 
 class Customers:
@@ -214,7 +211,6 @@ class Customers:
         request = Request(life, kind, listen(make(client)))
         errand.requests.append(request)
         await self._until_done(errand, request)
-        request.ended = time.time()
         self.counts[f'requests: {kind}'] += 1
         return request
 
@@ -320,17 +316,14 @@ class Customers:
                 await asyncio.sleep(0.3)
                 continue
             paused_since = None
-            await self._ask(
-                errand,
-                'listen',
-                lambda client: client.subscribe(
-                    SubscribeToTaskRequest(id=errand.task_id)
-                ),
-            )
+            await self._listen(errand)
 
     async def _listen_too(self, errand: Errand) -> None:
         await self._until_known(errand)
         await asyncio.sleep(self._chance.uniform(0, 2))
+        await self._listen(errand)
+
+    async def _listen(self, errand: Errand) -> None:
         await self._ask(
             errand,
             'listen',
@@ -357,14 +350,3 @@ class Customers:
     async def _until_known(errand: Errand) -> None:
         while not errand.task_id:
             await asyncio.sleep(0.1)
-
-
-async def gather(*works: Awaitable[Any]) -> None:
-    """Runs several at once; the first error ends all."""
-    async with asyncio.TaskGroup() as group:
-        for work in works:
-            group.create_task(_run(work))
-
-
-async def _run(work: Awaitable[Any]) -> None:
-    await work

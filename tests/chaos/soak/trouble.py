@@ -6,16 +6,14 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
-
 from chaos.soak.fleet import TTL, Fleet, Life
 from chaos.writes import frozen
-from support.databases import can_begin
+from support.databases import can_begin, drop_connections
 
 
 if TYPE_CHECKING:
@@ -24,14 +22,6 @@ if TYPE_CHECKING:
 
 _Trouble = Callable[[], Awaitable[None]]
 _DAY = 86400.0
-_SLOW = 1.0
-"""Seconds after which a signal that stops a file's writer is tried again."""
-KILL_ALL = {
-    'postgresql': 'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-    'WHERE datname = current_database() AND pid <> pg_backend_pid()',
-    'mariadb': 'SELECT id FROM information_schema.processlist '
-    'WHERE db = database() AND id <> connection_id()',
-}
 
 
 class Troubles:
@@ -122,6 +112,15 @@ class Troubles:
             raise _NotNow
         return self._chance.choice(able)
 
+    @contextmanager
+    def _keeping(self, life: Life) -> Generator[Life]:
+        """Lets nothing else happen to a process meanwhile."""
+        self._troubled.add(life.number)
+        try:
+            yield life
+        finally:
+            self._troubled.discard(life.number)
+
     async def _kill(self) -> None:
         life = self._somebody(spare=True)
         self._fleet.kill(life, back_after=self._chance.uniform(0.2, 4))
@@ -139,17 +138,13 @@ class Troubles:
         await self._stop(self._chance.uniform(1.5, 3) * TTL)
 
     async def _stop(self, seconds: float) -> None:
-        life = self._somebody(spare=True)
-        self._troubled.add(life.number)
-        try:
+        with self._keeping(self._somebody(spare=True)) as life:
             while life.ended is None:
                 with self._fleet.stopped(life):
                     if await self._is_free():
                         await asyncio.sleep(seconds)
                         return
                 await asyncio.sleep(0.05)
-        finally:
-            self._troubled.discard(life.number)
 
     async def _is_free(self) -> bool:
         """Whether no file is locked by whom was stopped.
@@ -174,13 +169,9 @@ class Troubles:
         self._fleet.proxies[self._somebody().number].reset()
 
     async def _half_open(self) -> None:
-        life = self._somebody()
-        self._troubled.add(life.number)
-        try:
+        with self._keeping(self._somebody()) as life:
             async with self._fleet.proxies[life.number].half_open():
                 await asyncio.sleep(self._chance.uniform(1, 3) * TTL)
-        finally:
-            self._troubled.discard(life.number)
 
     async def _stall_briefly(self) -> None:
         await self._stall(self._chance.uniform(0.1, TTL / 3))
@@ -189,24 +180,14 @@ class Troubles:
         await self._stall(self._chance.uniform(1.5, 3) * TTL)
 
     async def _stall(self, seconds: float) -> None:
-        life = self._somebody(spare=True)
-        self._troubled.add(life.number)
-        try:
-            with life.silent():
-                async with self._fleet.proxies[life.number].stalled():
-                    await asyncio.sleep(seconds)
-        finally:
-            self._troubled.discard(life.number)
+        with self._keeping(self._somebody(spare=True)) as life, life.silent():
+            async with self._fleet.proxies[life.number].stalled():
+                await asyncio.sleep(seconds)
 
     async def _refuse(self) -> None:
-        life = self._somebody(spare=True)
-        self._troubled.add(life.number)
-        try:
-            with life.silent():
-                async with self._fleet.proxies[life.number].refusing():
-                    await asyncio.sleep(self._chance.uniform(0.5, 2) * TTL)
-        finally:
-            self._troubled.discard(life.number)
+        with self._keeping(self._somebody(spare=True)) as life, life.silent():
+            async with self._fleet.proxies[life.number].refusing():
+                await asyncio.sleep(self._chance.uniform(0.5, 2) * TTL)
 
     # The database.
 
@@ -241,15 +222,7 @@ class Troubles:
         await self._away(restart)
 
     async def _kill_all(self) -> None:
-        kind = self._database.kind
-        async with self._engine.connect() as connection:
-            found = await connection.scalars(text(KILL_ALL[kind]))
-            if kind == 'mariadb':
-                for each in found.all():
-                    try:
-                        await connection.execute(text(f'KILL {int(each)}'))
-                    except DBAPIError:  # It has ended meanwhile.
-                        continue
+        await drop_connections(self._engine, self._database.kind)
 
 
 class _NotNow(Exception):
