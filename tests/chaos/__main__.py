@@ -59,6 +59,9 @@ def main() -> int:
     parser.add_argument('--seed', type=int, default=random.randrange(10**6))
     parser.add_argument('--at-once', type=int, default=4)
     parser.add_argument('--details', action='store_true', help='with logs')
+    parser.add_argument(
+        '--first', action='store_true', help='ends with the first that breaks'
+    )
     parser.add_argument('--steps', action='store_true', help='list them')
     arguments = parser.parse_args()
     arguments.scenario = arguments.scenario or ['']

@@ -73,11 +73,14 @@ class Fault:
     """Of the statement or commit, from 1."""
     after: bool
     """Whether just after it instead of just before it."""
+    text: str = ''
+    """If given: the number is counted from the first statement with it."""
 
     def __str__(self) -> str:
         """Returns it as it is given to `script/chaos`: `kill@loop:12+`."""
         plus = '+' if self.after else ''
-        return f'{self.kind}@{self.thread}:{self.number}{plus}'
+        text = f'/{self.text}/' if self.text else ''
+        return f'{self.kind}@{self.thread}:{text}{self.number}{plus}'
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -86,23 +89,37 @@ class Fault:
         Raises:
             ValueError: It is none.
         """
-        found = re.fullmatch(r'(\w+)@(loop|beat):(\d+)(\+?)', text)
+        found = re.fullmatch(
+            r'(\w+)@(loop|beat):(?:/([^/]+)/)?(\d+)(\+?)', text
+        )
         if found is None:
-            raise ValueError(f'A fault reads like kill@loop:12+, not {text!r}.')
-        kind, thread, number, plus = found.groups()
-        return cls(Kind(kind), thread, int(number), bool(plus))
+            raise ValueError(
+                'A fault reads like kill@loop:12+, or like '
+                f'kill@loop:/SET attempt=/1+, not {text!r}.'
+            )
+        kind, thread, words, number, plus = found.groups()
+        return cls(Kind(kind), thread, int(number), bool(plus), words or '')
 
 
-def install(fault: str, folder: str, seconds: float) -> None:
+def install(fault: str, first: str, folder: str, seconds: float) -> None:
     """Makes this process count, and fail.
 
     Args:
         fault: As it reads, or '' to count only.
+        first: What goes wrong besides, in every play; '' for nothing.
         folder: The file `armed` there says when to begin; `steps` is written,
-            and `reached` when it happens.
+            `reached` when the fault happens, and `first` when the other does.
         seconds: How long a statement stalls.
     """
-    steps = _Steps(Fault.parse(fault) if fault else None, Path(folder), seconds)
+    steps = _Steps(
+        {
+            name: Fault.parse(text)
+            for name, text in (('first', first), ('reached', fault))
+            if text
+        },
+        Path(folder),
+        seconds,
+    )
 
     def do_execute(cursor: Any, statement: str, values: Any, ctx: Any) -> bool:
         steps.take(
@@ -158,14 +175,19 @@ def install(fault: str, folder: str, seconds: float) -> None:
 
 class _Steps:
     def __init__(
-        self, fault: Fault | None, folder: Path, seconds: float
+        self, faults: dict[str, Fault], folder: Path, seconds: float
     ) -> None:
-        # It comes once, though the process may have to be started again.
-        is_over = (folder / 'reached').exists()
-        self._fault = None if is_over else fault
+        # Each comes once, though the process may have to be started again.
+        self._faults = {
+            name: fault
+            for name, fault in faults.items()
+            if not (folder / name).exists()
+        }
         self._folder = folder
         self._seconds = seconds
         self._numbers: Counter[str] = Counter()
+        self._since: dict[Fault, int] = {}
+        """At which number the statement came from which a fault counts."""
         self._armed = False
 
     def take(
@@ -183,19 +205,31 @@ class _Steps:
         thread = 'loop' if main else 'beat'
         self._numbers[thread] += 1
         number = self._numbers[thread]
-        self._note('steps', f'{thread}:{number} {" ".join(statement.split())}')
-        fault = self._fault
-        here = fault is not None and (fault.thread, fault.number) == (
-            thread,
-            number,
-        )
-        if not here or fault.after:
-            run()
-        if here:
-            self._note('reached', statement)
+        statement = ' '.join(statement.split())
+        self._note('steps', f'{thread}:{number} {statement}')
+        here = [
+            (name, fault)
+            for name, fault in self._faults.items()
+            if fault.thread == thread and self._comes(fault, number, statement)
+        ]
+        for name, fault in here:
+            if fault.after:
+                run()
+            self._note(name, statement)
             self._happens(fault.kind, dialect, cursor)
             if not fault.after:
                 run()
+        if not here:
+            run()
+
+    def _comes(self, fault: Fault, number: int, statement: str) -> bool:
+        """Whether a fault is at a statement of its thread."""
+        if not fault.text:
+            return number == fault.number
+        if fault.text in statement:
+            self._since.setdefault(fault, number)
+        since = self._since.get(fault)
+        return since is not None and number - since == fault.number
 
     def _note(self, file: str, text: str) -> None:
         with (self._folder / file).open('a') as notes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from a2a.types.a2a_pb2 import TaskState
 
+from chaos.faults import NOT_ON_SQLITE
 from support.cluster import (
     AUTH_REQUIRED,
     CANCELED,
@@ -42,6 +43,13 @@ class Scenario:
     starts: int = 2
     """Those beyond come when the fault has happened."""
     config: dict[str, Any] = field(default_factory=dict)
+    first: str = ''
+    """What goes wrong in the victim before its fault comes."""
+
+    def can_be_on(self, database: str) -> bool:
+        """Whether it can be played on a database."""
+        kind = self.first.partition('@')[0]
+        return database != 'sqlite' or kind not in NOT_ON_SQLITE
 
 
 SCENARIOS: dict[str, Scenario] = {}
@@ -207,3 +215,17 @@ async def _starts(stage: Stage) -> None:
     stage.kill(0)
     stage.arm()
     await stage.start(1)
+
+
+@_scenario(
+    FAILED,
+    AUTH_REQUIRED,
+    deadly=(),
+    victim=1,
+    size=3,
+    first='lost@loop:/SET attempt=/1+',
+)
+async def _hears_nothing_of_its_claim(stage: Stage) -> None:
+    await _leave_behind(stage)
+    stage.arm()
+    stage.kill(0)

@@ -94,6 +94,7 @@ class Stage:
             faults={
                 scenario.victim: {
                     'fault': str(self.fault or ''),
+                    'first': scenario.first,
                     'folder': str(self.folder),
                     'seconds': 2 * TTL,
                 }

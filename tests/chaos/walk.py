@@ -82,9 +82,13 @@ class Walk:
                     for word in arguments.scenario
                 ):
                     continue
-                await self._scenario(database, scenario)
+                if scenario.can_be_on(database) and not self._is_enough():
+                    await self._scenario(database, scenario)
         self._conclude(time.monotonic() - began)
         return 1 if self._broken else 0
+
+    def _is_enough(self) -> bool:
+        return self._arguments.first and bool(self._broken)
 
     async def _scenario(self, database: str, scenario: Scenario) -> None:
         arguments = self._arguments
@@ -105,7 +109,8 @@ class Walk:
 
         async def one(point: Point) -> None:
             async with room:
-                await self._play(point)
+                if not self._is_enough():
+                    await self._play(point)
 
         await asyncio.gather(*map(one, points))
 

@@ -15,6 +15,8 @@ class Mutant:
     tests: tuple[str, ...]
     only: str = 'not postgresql and not mariadb'
     """SQLite is enough to notice, and the quickest."""
+    beyond_the_rig: str = ''
+    """Why those who kill and disturb replicas cannot notice it."""
 
 
 TURN = ('tests/turns/test_turn.py',)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from a2a.types.a2a_pb2 import Task, TaskState
-
 from a2a_lease.model import SessionState
-from a2a_lease.turns.marks import INTERRUPTED, TERMINAL
+from a2a_lease.turns.marks import TERMINAL
 from simulation.world import SILENT, Replica, World
 from support.inprocess import call
-from support.log import artifacts_of, broken_log, rebuilt, state_name
+from support.log import artifacts_of, broken_log, broken_stream, state_name
 
 
 async def broken(world: World) -> list[str]:
@@ -118,43 +116,18 @@ def _streams(world: World) -> Iterable[str]:
                 f'the {heard.kind} stream of client {client.number} to '
                 f'{heard.task_id} on {heard.replica.name}'
             )
-            states = heard.states
             if isinstance(heard.error, RuntimeError):
                 # Of the agent; the SDK passes it on.
                 continue
             if heard.error is not None:
                 yield f'4 (streams go on): {who} broke: {heard.error!r}'
-            elif not states or states[-1] not in TERMINAL | INTERRUPTED:
-                yield (
-                    f'4 (streams go on): {who} ended with '
-                    f'{[state_name(s) for s in states]}'
-                )
-            elif states[-1] in TERMINAL:
-                state = record.task.status.state
-                if states[-1] != state:
-                    yield (
-                        f'6 (one outcome): {who} ended with '
-                        f'{state_name(states[-1])}, the task is {state_name(state)}'
-                    )
-                    continue
-                if states[-1] == TaskState.TASK_STATE_CANCELED:
-                    # The SDK's cancel overwrites what was saved meanwhile.
-                    continue
-                parts, whole = (
-                    rebuilt(heard.events, subscribed=heard.kind == 'listen'),
-                    artifacts_of(record.task),
-                )
-                if not any(isinstance(event, Task) for event in heard.events):
-                    # Of a task that it knew it hears what is new.
-                    whole = {
-                        name: whole.get(name, [])[-len(texts) :]
-                        for name, texts in parts.items()
-                    }
-                if parts != whole:
-                    yield (
-                        f'4 (streams go on): {who} brought {parts}, the task '
-                        f'has {whole}'
-                    )
+                continue
+            yield from broken_stream(
+                who,
+                heard.events,
+                record.task,
+                subscribed=heard.kind == 'listen',
+            )
 
 
 async def _pushes(world: World) -> list[str]:

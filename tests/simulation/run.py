@@ -78,6 +78,9 @@ def main() -> int:
     parser.add_argument('--seed', type=int, default=random.randrange(10**9))
     parser.add_argument('--at-once', type=int, default=2)
     parser.add_argument('--play', metavar='JSON', help='one schedule')
+    parser.add_argument(
+        '--first', action='store_true', help='ends with the first that fails'
+    )
     arguments = parser.parse_args()
     if arguments.play:
         return _show(Schedule.of_json(arguments.play))
@@ -90,6 +93,9 @@ def main() -> int:
             if found:
                 failed.append(seed)
                 print(f'Seed {seed}: {found[0]}', flush=True)
+                if arguments.first:
+                    workers.shutdown(cancel_futures=True)
+                    return 1
     print(
         f'{arguments.count} schedules from seed {arguments.seed} on, '
         f'{time.monotonic() - began:.0f} s; {len(failed)} broke a promise.'

@@ -8,7 +8,7 @@ from typing import Any
 
 from a2a.types.a2a_pb2 import Task, TaskArtifactUpdateEvent, TaskState
 
-from a2a_lease.turns.marks import TERMINAL
+from a2a_lease.turns.marks import INTERRUPTED, TERMINAL
 
 
 def state_name(state: int) -> str:
@@ -47,6 +47,47 @@ def rebuilt(
                 continue
             parts[name] = parts[name] + texts if event.append else texts
     return dict(parts)
+
+
+def broken_stream(
+    who: str, heard: list[Any], task: Task, *, subscribed: bool
+) -> Iterable[str]:
+    """Names each promise that a stream breaks which ended in order.
+
+    Args:
+        who: whose stream, for people.
+        heard: what came over it.
+        task: as it is in the end.
+        subscribed: as in `rebuilt`.
+    """
+    states = [event.status.state for event in heard if hasattr(event, 'status')]
+    last, state = states[-1] if states else None, task.status.state
+    if last not in TERMINAL | INTERRUPTED:
+        yield (
+            f'4 (streams go on): {who} ended with '
+            f'{[state_name(each) for each in states]}'
+        )
+    elif last in INTERRUPTED:
+        return  # The task may have gone on since.
+    elif last != state:
+        yield (
+            f'6 (one outcome): {who} ended with {state_name(last)}, the task '
+            f'is {state_name(state)}'
+        )
+    elif state != TaskState.TASK_STATE_CANCELED:
+        # (The SDK's cancel overwrites what was saved meanwhile.)
+        parts, whole = rebuilt(heard, subscribed=subscribed), artifacts_of(task)
+        if not any(isinstance(event, Task) for event in heard):
+            # Of a task that it knew it hears what is new.
+            whole = {
+                name: whole.get(name, [])[-len(texts) :]
+                for name, texts in parts.items()
+            }
+        if parts != whole:
+            yield (
+                f'4 (streams go on): {who} brought {parts}, the task has '
+                f'{whole}'
+            )
 
 
 def broken_log(

@@ -270,8 +270,9 @@ class Customers:
             if errand.task_id and await self._has(errand, message.message):
                 errand.said.append(message.message.message_id)
                 return
-            if request.error is not None and errand.kind == 'raise':
-                # Nothing is told of a task to whom it was not streamed.
+            if request.error is not None and errand.kind in ('raise', 'poison'):
+                # Whoever did not stream was told of no task; to say it again
+                # would only do the same to another one.
                 return
             self.counts['requests: said again'] += 1
             message.message.task_id = errand.task_id

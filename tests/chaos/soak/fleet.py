@@ -54,6 +54,11 @@ class Life:
         """Whether it has ended, or is about to."""
         return self.ended is not None or self.told_to_end
 
+    def die(self) -> None:
+        """Notes that it was killed."""
+        self.was_killed = True
+        self.ended = time.time()
+
     @contextlib.contextmanager
     def silent(self) -> Generator[None]:
         """Notes that it cannot be heard."""
@@ -210,8 +215,7 @@ class Fleet:
             except RuntimeError:
                 # It ends if its database is away, and is started again.
                 server.end()
-                life.ended = time.time()
-                life.was_killed = True
+                life.die()
                 await asyncio.sleep(0.5)
                 continue
             self.now[number] = life
@@ -230,24 +234,17 @@ class Fleet:
         """Kills a process; another one comes in its place."""
         if self.now.pop(life.number, None) is not life:
             return
-        life.was_killed = True
         self.servers[life.number].kill()
-        life.ended = time.time()
+        life.die()
         self._start_later(life.number, back_after)
-
-    def note_death(self, life: Life) -> None:
-        """Follows the death of one that killed itself."""
-        if self.now.get(life.number) is life and life.ended is None:
-            del self.now[life.number]
-            life.was_killed = True
-            life.ended = time.time()
-            self._start_later(life.number, 0.5)
 
     def look(self) -> None:
         """Finds processes that have died by themselves."""
         for life in list(self.now.values()):
             if not self.servers[life.number].is_running:
-                self.note_death(life)
+                del self.now[life.number]
+                life.die()
+                self._start_later(life.number, 0.5)
 
     async def terminate(self, life: Life, *, back_after: float) -> bool:
         """Tells a process to end; another one comes in its place.

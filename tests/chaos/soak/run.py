@@ -134,7 +134,9 @@ class Soak:
         unsettled = 'nothing'
         try:
             async with asyncio.timeout(_COMES_TO_REST):
-                while unsettled := await self.checker.unsettled():
+                while unsettled := await self.checker.outlast(
+                    self.checker.unsettled
+                ):
                     await asyncio.sleep(0.5)
         except TimeoutError:
             self.checker.violations.append(
