@@ -133,9 +133,13 @@ def texts(task: Task) -> list[str]:
     return [part.text for a in task.artifacts for part in a.parts]
 
 
-def spawn(stage: Stage, request=None, number: int = 0) -> asyncio.Future[Any]:
+def spawn(
+    stage: Stage, request=None, number: int = 0, context=None
+) -> asyncio.Future[Any]:
     sending = asyncio.ensure_future(
-        stage[number].handler.on_message_send(request or message(), call())
+        stage[number].handler.on_message_send(
+            request or message(), context or call()
+        )
     )
     stage.service.clients.append(sending)
     return sending
