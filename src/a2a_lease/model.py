@@ -109,6 +109,17 @@ class TaskLease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LivenessLock:
+    """What the operating system frees when the process of a session dies."""
+
+    server: str
+    """Who keeps it, in which life: it means nothing elsewhere."""
+    number: int
+    """Rises with each connection that holds it: a server may keep what is
+    left of the last one, lock and all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
     """One life of a replica."""
 
@@ -119,6 +130,10 @@ class Session:
     """Rises with each renewal."""
     ttl: float
     """Seconds of silence after which others may fence it."""
+    heartbeat_interval: float
+    """Seconds between its beats."""
+    lock: LivenessLock | None
+    """What it held when it beat last, if anything."""
     label: str
     """Who this is, for people: host name and process id."""
     started_at: datetime

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from support.databases import Database
 
 
+MANY_LOOKS = 5
+"""More than it takes to take a free lock for a death."""
+
+
 async def test_a_killed_replica_s_task_fails_and_all_are_told(
     database: Database, tmp_path: Path
 ):
@@ -69,6 +73,30 @@ async def test_a_killed_replica_s_task_fails_and_all_are_told(
         await cluster.until_no_leases()
         assert subscriber.states.count(FAILED) == 1
         assert cluster.webhook.states.count(FAILED) == 1
+
+
+async def test_a_process_that_dies_is_noticed_long_before_its_time_to_live(
+    database: Database, tmp_path: Path
+):
+    """By the lock that goes with it: nobody waits here for that time."""
+    settings = {'ttl': 600.0}
+    async with Cluster(database, tmp_path, settings=settings) as cluster:
+        victim = await cluster.stream(0, 'task; working; wait never')
+        await victim.until(lambda heard: WORKING in heard.states)
+
+        async def all_locked():
+            sessions = await cluster.leases.sessions()
+            return all(session.lock is not None for session in sessions)
+
+        await cluster.until(all_locked)
+        await cluster.stop(0)
+        # Silence alone is no proof.
+        for _ in range(MANY_LOOKS):
+            await cluster.next_beat(1)
+        assert (await cluster.task(victim.task_id)).status.state == WORKING
+        cluster.go_on(0)
+        cluster.kill(0)
+        await cluster.until_state(victim.task_id, FAILED)
 
 
 async def test_a_task_of_a_killed_replica_fails_in_its_owner_s_scope(

@@ -59,7 +59,11 @@ class Dead:
     async def open(self, replica: InProcessReplica) -> Dead:
         self.tasks = replica.tasks
         await self.leases.open_session(
-            session_id=self.session_id, service='agent', ttl=60, label='dead'
+            session_id=self.session_id,
+            service='agent',
+            ttl=60,
+            heartbeat_interval=1,
+            label='dead',
         )
         return self
 

@@ -274,7 +274,11 @@ async def test_silence_is_fenced_and_told(store, start):
     await start(store, ears)
     # Short-lived itself, so that the judge's own time to live counts.
     await store.open_session(
-        session_id='silent', service=SERVICE, ttl=0.1, label='x'
+        session_id='silent',
+        service=SERVICE,
+        ttl=0.1,
+        heartbeat_interval=0.05,
+        label='x',
     )
     await acquire(store, 'silent')
     await until(lambda: 'silent' in ears.ended)

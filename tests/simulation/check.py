@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from a2a_lease.model import SessionState
 from a2a_lease.turns.marks import TERMINAL
-from simulation.world import SILENT, Replica, World
+from simulation.world import REFUSED, SILENT, Replica, World
 from support.inprocess import call
 from support.log import artifacts_of, broken_log, broken_stream, state_name
 
@@ -60,7 +60,9 @@ def _was_silent(replica: Replica) -> bool:
             spans[-1][1] = max(spans[-1][1], ended)
         else:
             spans.append([began, ended])
-    return any(ended - began >= SILENT for began, ended in spans)
+    return any(ended - began >= SILENT for began, ended in spans) or any(
+        ended - began >= REFUSED for began, ended in replica.refusals
+    )
 
 
 def _runs(world: World) -> Iterable[str]:

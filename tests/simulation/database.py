@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,11 +28,14 @@ from a2a.types.a2a_pb2 import (
 )
 
 from a2a_lease import InMemoryLeaseStore, LeaseStore
+from a2a_lease.model import LivenessLock, Renewal, Session
 from a2a_lease.turns.marks import TERMINAL
 from simulation.loop import WHO
 
 
 _T = TypeVar('_T')
+_Lock = tuple[str, int]
+"""The session that took it, and its number."""
 POLL = 0.2
 
 
@@ -53,6 +56,10 @@ class Database:
         """Is empty."""
         self.tasks: dict[str, Record] = {}
         self.leases = InMemoryLeaseStore()
+        self.life = 0
+        """Rises with each restart."""
+        self.locks: set[_Lock] = set()
+        """Those that connections hold."""
         self.outages = 0
         """How many things keep everybody from it."""
         self.frozen: asyncio.Event | None = None
@@ -109,6 +116,32 @@ class Line:
         """How often a connection is lost, from 0 to 1."""
         self.sessions: set[str] = set()
         """Those that this process opened."""
+        self.ghosts: set[_Lock] = set()
+        """Locks of connections whose end the database has not heard of."""
+
+    # Connections that hold a lock.
+
+    def lock(self, lock: _Lock) -> None:
+        """Has a connection hold it."""
+        self._database.locks.add(lock)
+
+    def holds(self, lock: _Lock) -> bool:
+        """Whether the connection that held it still stands."""
+        return lock in self._database.locks and lock not in self.ghosts
+
+    def let_go(self, lock: _Lock) -> None:
+        """Ends a connection; the database hears of it unless it is cut off."""
+        if self.cuts:
+            self.ghosts.add(lock)
+        else:
+            self._database.locks.discard(lock)
+
+    def break_all(self) -> None:
+        """Ends all connections of this process."""
+        self._database.locks -= {
+            lock for lock in self._database.locks if lock[0] in self.sessions
+        }
+        self.ghosts.clear()
 
     async def call(
         self, work: Callable[[], Awaitable[_T]], *, writes: bool = False
@@ -173,8 +206,69 @@ _READS = frozenset(
 )
 
 
-def leases_over(line: Line, store: LeaseStore) -> LeaseStore:
+class _Locking:
+    """What a store over a line has besides: one connection with a lock."""
+
+    line: Line
+    database: Database
+    store: LeaseStore
+    held: _Lock | None = None
+
+    async def renew(
+        self, session_id: str, *, lock: LivenessLock | None = None
+    ) -> Renewal | None:
+        if lock is not None and (
+            self.held is None or not self.line.holds(self.held)
+        ):
+            raise ConnectionResetError('the lock is gone')
+        try:
+            return await self.line.call(
+                lambda: self.store.renew(session_id, lock=lock), writes=True
+            )
+        except ConnectionError:
+            if lock is not None:
+                self.let_go()
+            raise
+
+    async def take_liveness_lock(
+        self, session_id: str, *, number: int
+    ) -> LivenessLock | None:
+        self.let_go()
+
+        async def take() -> LivenessLock:
+            self.line.lock((session_id, number))
+            return LivenessLock(server=f'{self.database.life}', number=number)
+
+        lock = await self.line.call(take)
+        self.held = session_id, number
+        return lock
+
+    async def released_locks(self, sessions: Sequence[Session]) -> set[str]:
+        if self.held is None or not self.line.holds(self.held):
+            raise ConnectionResetError('the lock is gone')
+
+        async def look() -> set[str]:
+            return {
+                session.id
+                for session in sessions
+                if session.lock is not None
+                and (session.id, session.lock.number) not in self.database.locks
+            }
+
+        return await self.line.call(look)
+
+    async def close(self) -> None:
+        self.let_go()
+
+    def let_go(self) -> None:
+        if self.held is not None:
+            self.line.let_go(self.held)
+            self.held = None
+
+
+def leases_over(line: Line, database: Database) -> LeaseStore:
     """Returns the leases as a process sees them over its line."""
+    store = database.leases
 
     def over(name: str) -> Callable[..., Awaitable[Any]]:
         async def method(_: Any, *args: Any, **rest: Any) -> Any:
@@ -188,10 +282,13 @@ def leases_over(line: Line, store: LeaseStore) -> LeaseStore:
         return method
 
     methods: dict[str, Any] = {
-        name: over(name) for name in LeaseStore.__abstractmethods__
+        name: over(name)
+        for name in LeaseStore.__abstractmethods__ - vars(_Locking).keys()
     }
-    methods['detached'] = lambda _: leases_over(line, store)
-    return type('LeasesOverLine', (LeaseStore,), methods)()
+    methods['detached'] = lambda _: leases_over(line, database)
+    made: Any = type('LeasesOverLine', (_Locking, LeaseStore), methods)()
+    made.line, made.database, made.store = line, database, store
+    return made
 
 
 class TasksOverLine(VersionedTaskStore):

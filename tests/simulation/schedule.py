@@ -22,7 +22,7 @@ class Action:
     kind: str
     """Of a client: `talk` (and stream), `ask` (and wait), `again` (the first
     message), `hurry` (the last one, for its task), `listen`, `cancel`. Of a
-    process: `kill`, `term`, `stop`, `block`, `cut`, `lossy`. Of the database:
+    process: `kill`, `term`, `stop`, `block`, `cut`, `reset`, `lossy`. Of the database:
     `down`, `freeze`."""
     who: int
     """Which client, or which process."""
@@ -120,7 +120,8 @@ _FAULTS: list[tuple[str, float]] = [
     ('term', 3),
     ('stop', 3),
     ('block', 2),
-    ('cut', 3),
+    ('cut', 2),
+    ('reset', 2),
     ('lossy', 2),
     ('down', 1),
     ('freeze', 1),

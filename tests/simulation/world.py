@@ -68,6 +68,8 @@ PATIENCE = 200.0
 """Virtual seconds in which all comes to rest once nothing goes wrong."""
 SILENT = SETTINGS.ttl - 4 * SETTINGS.heartbeat_interval
 """Seconds after which a silence may count as death."""
+REFUSED = SETTINGS.heartbeat_interval
+"""Seconds without a connection after which it may."""
 
 
 class _Clock:
@@ -141,6 +143,8 @@ class Replica:
         self.requests: list[Heard] = []
         self.silences: list[tuple[float, float]] = []
         """From when to when it was stopped, or cut off."""
+        self.refusals: list[tuple[float, float]] = []
+        """From when to when its connections were broken."""
         self.stubborn = False
         """Whether an agent ignored its cancellation there."""
         self.disturbed = False
@@ -179,7 +183,7 @@ class Replica:
                 agent_card=card('simulated'),
                 task_store=TasksOverLine(self.line, world.database),
                 event_stream=EventsOverLine(self.line, world.database),
-                lease_store=leases_over(self.line, world.database.leases),
+                lease_store=leases_over(self.line, world.database),
                 settings=SETTINGS,
                 recovery=ReExecute(max_attempts=4, backoff=1.0)
                 if world.schedule.runs_again
@@ -521,6 +525,7 @@ class World:
         self.trouble = True
         self.deaths += 1
         self.loop.kill(replica.name)
+        replica.line.break_all()
         replica.hang_up()
         context = contextvars.Context()
         self.spawn(self._start_later(replica.number, back), context=context)
@@ -529,6 +534,7 @@ class World:
         """A process has ended in order."""
         self.note(f'{replica.name} has ended')
         self.loop.kill(replica.name)
+        replica.line.break_all()
         replica.hang_up()
 
     async def _start_later(self, number: int, seconds: float) -> None:
@@ -581,6 +587,20 @@ class World:
             replica.line.cuts += 1
             await asyncio.sleep(action.seconds)
             replica.line.cuts -= 1
+            for ghost in list(replica.line.ghosts):
+                replica.line.let_go(ghost)
+            replica.line.ghosts.clear()
+
+    async def _reset(self, action: Action) -> None:
+        """Its connections break, and it gets no new ones for a while."""
+        replica = self._process(action)
+        self.trouble = replica.disturbed = True
+        began = self.loop.time()
+        replica.line.break_all()
+        replica.line.cuts += 1
+        await asyncio.sleep(action.seconds)
+        replica.line.cuts -= 1
+        replica.refusals.append((began, self.loop.time()))
 
     async def _lossy(self, action: Action) -> None:
         replica = self._process(action)
@@ -595,6 +615,8 @@ class World:
         self.trouble = True
         self._disturb_all()
         self.database.outages += 1
+        self.database.life += 1
+        self.database.locks.clear()
         await asyncio.sleep(action.seconds)
         self.database.outages -= 1
 

@@ -97,8 +97,9 @@ async def test_a_look_uses_an_index(postgresql: Database):
         await connection.execute(
             text(
                 'INSERT INTO a2a_lease_sessions (id, service, state, done, '
-                'beat, notices, ttl, label, started_at, renewed_at) '
-                "SELECT md5(n::text), 's', 'open', false, 0, 0, 20, '', 0, 0 "
+                'beat, notices, ttl, heartbeat_interval, label, '
+                'started_at, renewed_at) '
+                "SELECT md5(n::text), 's', 'open', false, 0, 0, 20, 1, '', 0, 0 "
                 'FROM generate_series(1, 2000) AS n'
             )
         )
@@ -326,7 +327,11 @@ async def test_a_canceled_write_on_sqlite_keeps_no_lock(tmp_path):
 async def test_a_label_is_made_fit(store: DatabaseLeaseStore):
     """It is for people; a strange host name stops no replica."""
     await store.open_session(
-        session_id='s', service=SERVICE, ttl=1.0, label='\0h\ud800' + 'x' * 300
+        session_id='s',
+        service=SERVICE,
+        ttl=1.0,
+        heartbeat_interval=0.1,
+        label='\0h\ud800' + 'x' * 300,
     )
     [session] = await store.sessions()
     assert session.label.startswith('h?xx')

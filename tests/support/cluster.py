@@ -358,6 +358,24 @@ class Cluster:
                 await asyncio.sleep(0.02)
             return result
 
+    async def next_beat(self, number: int) -> None:
+        """Waits for a beat of a replica."""
+        pid = str(self.replicas[number].pid)
+
+        async def beat() -> int:
+            return max(
+                session.beat
+                for session in await self.leases.sessions()
+                if session.label.endswith(f':{pid}')
+            )
+
+        before = await beat()
+
+        async def passed() -> bool:
+            return await beat() > before
+
+        await self.until(passed)
+
     async def until_no_leases(self) -> None:
         async def none_left():
             return not [

@@ -21,8 +21,15 @@ from a2a_lease.replica.watcher import Watcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from a2a_lease.model import Renewal, Session, TaskLease
+    from a2a_lease.model import (
+        LivenessLock,
+        Look,
+        Renewal,
+        Session,
+        TaskLease,
+    )
     from a2a_lease.replica.clock import Clock
+    from a2a_lease.replica.watcher import Verdict
     from a2a_lease.settings import LeaseSettings
     from a2a_lease.stores.lease_store import LeaseStore
 
@@ -111,6 +118,15 @@ class Heartbeat:
         """Held while something is under way, which a fork must not copy."""
         self.failures = 0
         """Beats in a row that did not land."""
+        self._lock: LivenessLock | None = None
+        """What the store holds, and the beats publish."""
+        self._locks_taken = 0
+        self._next_lock_at = float('-inf')
+        self._lock_pause = settings.heartbeat_interval
+        self._taking: asyncio.Task[None] | None = None
+        self._lock_broke_at = float('-inf')
+        self._published: LeaseStore | None = None
+        """A store that was given up, and whose lock is published yet."""
 
     # The thread.
 
@@ -183,7 +199,7 @@ class Heartbeat:
             now = self._clock.monotonic()
             # A beat comes a little early or late; looks follow the beats.
             due = self._looked_at + 0.9 * self._settings.sweep_interval
-            if now >= due:
+            if now >= due or self._watcher.expects_death:
                 self._looked_at = now
                 await self._look(now)
         return beat
@@ -214,17 +230,19 @@ class Heartbeat:
             uuid.uuid4().hex, trust=self._settings.trust, clock=self._clock
         )
         self._opening = session
+        self._lock = None
         await self._bounded(
             self._store.open_session(
                 session_id=session.id,
                 service=self._service,
                 ttl=self._settings.ttl,
+                heartbeat_interval=self._settings.heartbeat_interval,
                 label=self._label,
             )
         )
         self._notices = 0
         sent_at = self._clock.monotonic()
-        renewal = await self._bounded(self._store.renew(session.id))
+        renewal = await self._renew(session)
         self._opening = None
         if renewal is None:
             raise LeaseError(
@@ -241,7 +259,7 @@ class Heartbeat:
                 await self._open()
                 return Beat.RENEWED
             sent_at = self._clock.monotonic()
-            renewal = await self._bounded(self._store.renew(session.id))
+            renewal = await self._renew(session)
         except Exception as error:  # noqa: BLE001 - the outcome is unknown
             self.failures += 1
             level = logging.DEBUG if self.failures == 1 else logging.WARNING
@@ -266,6 +284,58 @@ class Heartbeat:
         session.confirm(sent_at=sent_at)
         await self._take_notices(session, renewal)
         return Beat.RENEWED
+
+    async def _renew(self, session: LiveSession) -> Renewal | None:
+        """Beats, with the lock if there is one."""
+        lock = self._lock
+        try:
+            renewal = await self._bounded(
+                self._store.renew(session.id, lock=lock)
+            )
+        except Exception:
+            if lock is not None and self._lock is lock:
+                self._lose_lock()
+            raise
+        if self._published is not None:
+            self._leave(self._published)
+            self._published = None
+        if self._lock is None and renewal is not None:
+            self._take_lock(session)
+        return renewal
+
+    def _lose_lock(self) -> None:
+        self._lock = None
+        self._lock_broke_at = self._clock.monotonic()
+
+    def _take_lock(self, session: LiveSession) -> None:
+        """Takes a lock beside the beats, which never wait for one."""
+        now = self._clock.monotonic()
+        if self._taking is not None or now < self._next_lock_at:
+            return
+        self._next_lock_at = now + self._lock_pause
+        self._lock_pause = min(self._settings.ttl, self._lock_pause * 2)
+        self._locks_taken += 1
+        store, number = self._store, self._locks_taken
+
+        async def take() -> None:
+            try:
+                async with asyncio.timeout(self._settings.beat_timeout):
+                    lock = await store.take_liveness_lock(
+                        session.id, number=number
+                    )
+            except Exception as error:
+                logger.debug('There is no lock: %r', error, exc_info=True)
+                return
+            finally:
+                self._taking = None
+            if lock is None or store is not self._store or session.ended:
+                return
+            self._lock = lock
+            self._lock_pause = self._settings.heartbeat_interval
+            self._wake.set()
+
+        self._taking = asyncio.ensure_future(take())
+        self._abandon(self._taking)
 
     async def _take_notices(
         self, session: LiveSession, renewal: Renewal
@@ -322,6 +392,8 @@ class Heartbeat:
                     extra={'session_id': session.id},
                 )
         await self._close_store(self._store)
+        if self._published is not None:
+            await self._close_store(self._published)
 
     # The others.
 
@@ -340,6 +412,7 @@ class Heartbeat:
                 )
             )
             verdicts = self._watcher.observe(look, now=now, everyone=everyone)
+            verdicts += await self._certified(look, now)
             ended = look.ended
             for verdict in verdicts:
                 if await self._bounded(
@@ -347,7 +420,7 @@ class Heartbeat:
                         verdict.session.id, beat=verdict.session.beat
                     )
                 ):
-                    self._report(verdict.session, verdict.silence)
+                    self._report(verdict)
             if verdicts:
                 look = await self._bounded(
                     self._store.look(self._service, session.id, everyone=False)
@@ -365,17 +438,40 @@ class Heartbeat:
         if ended:
             self._tell(lambda: self._listener.sessions_ended(ended))
 
-    def _report(self, session: Session, silence: float) -> None:
+    async def _certified(self, look: Look, now: float) -> list[Verdict]:
+        """Says whose process is dead, by the lock that went with it."""
+        mine = self._lock
+        # Whatever broke this connection may have broken theirs.
+        if mine is None or now - self._lock_broke_at < self._settings.ttl:
+            return []
+        overdue = [
+            session
+            for session in self._watcher.overdue(look)
+            if session.lock is not None and session.lock.server == mine.server
+        ]
+        if not overdue:
+            return []
+        try:
+            released = await self._bounded(self._store.released_locks(overdue))
+        except Exception:
+            logger.debug('Looking at locks failed.', exc_info=True)
+            released = set()
+        return self._watcher.certify(overdue, released)
+
+    def _report(self, verdict: Verdict) -> None:
+        session = verdict.session
         logger.warning(
-            'Session %s (%s) was silent for %.1f s and is declared dead; its '
-            'tasks are recovered.',
+            'Session %s (%s) was silent for %.1f s%s and is declared dead; '
+            'its tasks are recovered.',
             session.id,
             session.label,
-            silence,
+            verdict.silence,
+            ', its connection is closed,' if verdict.let_go else '',
             extra={
                 'session_id': session.id,
                 'label': session.label,
-                'silence': silence,
+                'silence': verdict.silence,
+                'let_go': verdict.let_go,
                 'ttl': session.ttl,
             },
         )
@@ -404,11 +500,21 @@ class Heartbeat:
         task.cancel()
         self._abandon(task)
         abandoned, self._store = self._store, self._source.detached()
-        self._abandon(asyncio.ensure_future(self._close_store(abandoned)))
+        if self._lock is not None and self._published is None:
+            # Closing it frees the lock, and others may see that before a beat
+            # tells them that there is none.
+            self._published = abandoned
+        else:
+            self._leave(abandoned)
+        if self._lock is not None:
+            self._lose_lock()
         raise _GivenUpError(
             f'The database gave no answer for {self._settings.beat_timeout:g} '
             f's; the next try is on a new connection.'
         )
+
+    def _leave(self, store: LeaseStore) -> None:
+        self._abandon(asyncio.ensure_future(self._close_store(store)))
 
     def _abandon(self, task: asyncio.Task[object]) -> None:
         self._abandoned.add(task)

@@ -36,6 +36,7 @@ from a2a_lease.errors import (
 from a2a_lease.model import (
     ClaimedLease,
     LeaseState,
+    LivenessLock,
     Look,
     Renewal,
     Session,
@@ -47,6 +48,7 @@ from a2a_lease.model import (
 from a2a_lease.stores.dialect import dialect_of, is_contention, is_locked
 from a2a_lease.stores.encryption import Cipher
 from a2a_lease.stores.lease_store import LeaseStore
+from a2a_lease.stores.liveness import LivenessLocks, locks_of
 from a2a_lease.stores.schema import LONGEST_ID, make_schema
 
 
@@ -136,6 +138,7 @@ class DatabaseLeaseStore(LeaseStore):
         self._create_table = create_table
         self._prefix = table_prefix
         self._owns_engine = False
+        self._locks: LivenessLocks | None = None
         self._initialized = False
         self._tries = _TRIES
         self._running: set[asyncio.Future[Any]] = set()
@@ -202,9 +205,7 @@ class DatabaseLeaseStore(LeaseStore):
         Cloning the URL would lose connect arguments, a custom creator and
         listeners; a pool made again keeps them.
         """
-        engine = create_async_engine(
-            self._engine.url, pool=self._engine.sync_engine.pool.recreate()
-        )
+        engine = self._recreated()
         store = DatabaseLeaseStore(
             engine, create_table=False, table_prefix=self._prefix
         )
@@ -214,11 +215,19 @@ class DatabaseLeaseStore(LeaseStore):
             event.listen(engine.sync_engine, 'connect', _wait_briefly)
             store._tries = 1
         store._owns_engine = True
+        store._locks = locks_of(self._dialect.name, self._recreated())
         store._initialized = self._initialized
         return store
 
+    def _recreated(self) -> AsyncEngine:
+        return create_async_engine(
+            self._engine.url, pool=self._engine.sync_engine.pool.recreate()
+        )
+
     async def close(self) -> None:
-        """Disposes of the engine that `detached` made."""
+        """Disposes of what `detached` made."""
+        if self._locks is not None:
+            await self._locks.close()
         if self._running:
             await asyncio.wait(set(self._running))
         if self._owns_engine:
@@ -227,10 +236,18 @@ class DatabaseLeaseStore(LeaseStore):
     # Sessions
 
     async def open_session(
-        self, *, session_id: str, service: str, ttl: float, label: str
+        self,
+        *,
+        session_id: str,
+        service: str,
+        ttl: float,
+        heartbeat_interval: float,
+        label: str,
     ) -> None:
         """Records a new session as open."""
-        opening = self._opening(session_id, service, ttl, label)
+        opening = self._opening(
+            session_id, service, ttl, heartbeat_interval, label
+        )
         await self.initialize()
         try:
             await self._transaction(lambda c: c.execute(opening))
@@ -238,7 +255,12 @@ class DatabaseLeaseStore(LeaseStore):
             logger.debug('Session %s was opened already.', session_id)
 
     def _opening(
-        self, session_id: str, service: str, ttl: float, label: str
+        self,
+        session_id: str,
+        service: str,
+        ttl: float,
+        heartbeat_interval: float,
+        label: str,
     ) -> Insert:
         now = self._dialect.now
         return insert(self._sessions).values(
@@ -249,12 +271,15 @@ class DatabaseLeaseStore(LeaseStore):
             beat=0,
             notices=0,
             ttl=ttl,
+            heartbeat_interval=heartbeat_interval,
             label=_printable(label)[:LONGEST_ID],
             started_at=now,
             renewed_at=now,
         )
 
-    async def renew(self, session_id: str) -> Renewal | None:
+    async def renew(
+        self, session_id: str, *, lock: LivenessLock | None = None
+    ) -> Renewal | None:
         """Beats: one update by primary key, which commits by itself.
 
         A replica that is paused in the middle of a transaction keeps its row
@@ -268,7 +293,12 @@ class DatabaseLeaseStore(LeaseStore):
                 sessions.c.id == session_id,
                 sessions.c.state == SessionState.OPEN.value,
             )
-            .values(beat=sessions.c.beat + 1, renewed_at=self._dialect.now)
+            .values(
+                beat=sessions.c.beat + 1,
+                renewed_at=self._dialect.now,
+                lock_server=lock.server if lock else None,
+                lock_number=lock.number if lock else None,
+            )
         )
 
         async def renew(connection: AsyncConnection) -> Renewal | None:
@@ -290,7 +320,28 @@ class DatabaseLeaseStore(LeaseStore):
                 ).one_or_none()
             return Renewal(beat=row[0], notices=row[1]) if row else None
 
-        return await self._transaction(renew, engine=self._beating)
+        holder = self._locks.connection if lock and self._locks else None
+        if holder is None:
+            return await self._transaction(renew, engine=self._beating)
+        # It commits by itself too. That it holds the lock yet shows in that
+        # it answers.
+        return await renew(holder)
+
+    async def take_liveness_lock(
+        self, session_id: str, *, number: int
+    ) -> LivenessLock | None:
+        """Takes a lock of the connection that beats from now on."""
+        if self._locks is None:
+            return None
+        return await self._locks.take(session_id, number)
+
+    async def released_locks(self, sessions: Sequence[Session]) -> set[str]:
+        """Returns the ids of sessions whose lock nobody holds any more."""
+        if self._locks is None:
+            return set()
+        return await self._locks.released(
+            {session.id: session.lock for session in sessions if session.lock}
+        )
 
     async def close_session(self, session_id: str) -> bool:
         """Ends a session in order."""
@@ -331,12 +382,23 @@ class DatabaseLeaseStore(LeaseStore):
                 return (await connection.execute(fencing)).rowcount == 1
 
         try:
-            return await self._transaction(fence, tries=1)
+            fenced = await self._transaction(fence, tries=1)
         except DBAPIError as error:
             # A deadlock with a beat shows that it beats.
             if is_locked(error) or is_contention(error):
                 return False
             raise
+        if fenced and self._locks is not None and self._locks.leave_files:
+            number = (
+                await self._read(
+                    select(self._sessions.c.lock_number).where(
+                        self._sessions.c.id == session_id
+                    )
+                )
+            )[0][0]
+            if number is not None:
+                await self._locks.clear(session_id, number)
+        return fenced
 
     async def look(
         self,
@@ -917,7 +979,11 @@ class DatabaseLeaseStore(LeaseStore):
         """Leaves leases to others while their session lives on."""
         now = self._dialect.now
         opening = self._opening(
-            session_id, service, ttl=0.0, label='hand-over'
+            session_id,
+            service,
+            ttl=0.0,
+            heartbeat_interval=0.0,
+            label='hand-over',
         ).values(state=SessionState.CLOSED.value, ended_at=now)
 
         async def work(connection: AsyncConnection) -> None:
@@ -1086,6 +1152,12 @@ def _session(row: Any) -> Session:  # noqa: ANN401
         state=_state(SessionState, row, f'Session {row.id}'),
         beat=row.beat,
         ttl=row.ttl,
+        heartbeat_interval=row.heartbeat_interval,
+        lock=(
+            LivenessLock(server=row.lock_server, number=row.lock_number)
+            if row.lock_server is not None and row.lock_number is not None
+            else None
+        ),
         label=row.label,
         started_at=_time(row.started_at),
         renewed_at=_time(row.renewed_at),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         ClaimedLease,
         LeaseRequest,
         LeaseState,
+        LivenessLock,
         Look,
         Renewal,
         Session,
@@ -61,7 +62,13 @@ class LeaseStore(ABC):
 
     @abstractmethod
     async def open_session(
-        self, *, session_id: str, service: str, ttl: float, label: str
+        self,
+        *,
+        session_id: str,
+        service: str,
+        ttl: float,
+        heartbeat_interval: float,
+        label: str,
     ) -> None:
         """Records a new session as open.
 
@@ -71,12 +78,20 @@ class LeaseStore(ABC):
             session_id: Random, never used before.
             service: The agent that the replica serves.
             ttl: Seconds of silence after which it may be fenced.
+            heartbeat_interval: Seconds between its beats.
             label: Host name and process id, for people.
         """
 
     @abstractmethod
-    async def renew(self, session_id: str) -> Renewal | None:
+    async def renew(
+        self, session_id: str, *, lock: LivenessLock | None = None
+    ) -> Renewal | None:
         """Beats: raises the session's counter with one small write.
+
+        Args:
+            session_id: Whose.
+            lock: What `take_liveness_lock` returned, for `Session.lock`. Must
+                raise if that is not held any more.
 
         Returns:
             The counters, or None if the session is not open any more. It is
@@ -142,6 +157,37 @@ class LeaseStore(ABC):
         Returns:
             How many were deleted.
         """
+
+    # The death of a process, where it shows sooner than by silence
+
+    async def take_liveness_lock(
+        self, session_id: str, *, number: int
+    ) -> LivenessLock | None:
+        """Takes a lock that goes when this process dies, and beats with it.
+
+        The default has none, and death shows by silence alone.
+
+        Args:
+            session_id: Whose.
+            number: One more than at the last call for this session.
+
+        Returns:
+            The lock, or None where none can be had.
+        """
+        del session_id, number
+        return None
+
+    async def released_locks(self, sessions: Sequence[Session]) -> set[str]:
+        """Returns the ids of sessions whose lock nobody holds any more.
+
+        Looks without taking them, through the connection that holds the own
+        lock. Where that is not known, a session is not among them.
+
+        Args:
+            sessions: Each has a lock, of the server of the own one.
+        """
+        del sessions
+        return set()
 
     # Leases
 

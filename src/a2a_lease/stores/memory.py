@@ -11,6 +11,7 @@ from a2a_lease.errors import LeaseConflictError, SessionEndedError
 from a2a_lease.model import (
     ClaimedLease,
     LeaseState,
+    LivenessLock,
     Look,
     Renewal,
     Session,
@@ -59,14 +60,25 @@ class InMemoryLeaseStore(LeaseStore):
         """Does nothing."""
 
     async def open_session(
-        self, *, session_id: str, service: str, ttl: float, label: str
+        self,
+        *,
+        session_id: str,
+        service: str,
+        ttl: float,
+        heartbeat_interval: float,
+        label: str,
     ) -> None:
         """Records a new session as open."""
         with self._lock:
-            self._open(session_id, service, ttl, label)
+            self._open(session_id, service, ttl, heartbeat_interval, label)
 
     def _open(
-        self, session_id: str, service: str, ttl: float, label: str
+        self,
+        session_id: str,
+        service: str,
+        ttl: float,
+        heartbeat_interval: float,
+        label: str,
     ) -> None:
         now = datetime.now(UTC)
         self._sessions.setdefault(
@@ -77,6 +89,8 @@ class InMemoryLeaseStore(LeaseStore):
                 state=SessionState.OPEN,
                 beat=0,
                 ttl=ttl,
+                heartbeat_interval=heartbeat_interval,
+                lock=None,
                 label=label,
                 started_at=now,
                 renewed_at=now,
@@ -85,7 +99,9 @@ class InMemoryLeaseStore(LeaseStore):
         )
         self._notices.setdefault(session_id, 0)
 
-    async def renew(self, session_id: str) -> Renewal | None:
+    async def renew(
+        self, session_id: str, *, lock: LivenessLock | None = None
+    ) -> Renewal | None:
         """Beats."""
         now = datetime.now(UTC)
         with self._lock:
@@ -95,6 +111,7 @@ class InMemoryLeaseStore(LeaseStore):
             session = dataclasses.replace(
                 session,
                 beat=session.beat + 1,
+                lock=lock,
                 renewed_at=now,
                 expires_at=now + timedelta(seconds=session.ttl),
             )
@@ -482,7 +499,13 @@ class InMemoryLeaseStore(LeaseStore):
     ) -> None:
         """Leaves leases to others while their session lives on."""
         with self._lock:
-            self._open(session_id, service, ttl=0.0, label='hand-over')
+            self._open(
+                session_id,
+                service,
+                ttl=0.0,
+                heartbeat_interval=0.0,
+                label='hand-over',
+            )
             for task_id, token in tokens.items():
                 lease = self._held_with(service, task_id, token)
                 if lease is not None and lease.session_id is not None:

@@ -46,7 +46,11 @@ async def open_session(
     """Opens a session with a random id, or the given one."""
     session_id = session_id or uuid.uuid4().hex
     await store.open_session(
-        session_id=session_id, service=service, ttl=20.0, label='host:1'
+        session_id=session_id,
+        service=service,
+        ttl=20.0,
+        heartbeat_interval=1.0,
+        label='host:1',
     )
     return session_id
 

@@ -1,0 +1,218 @@
+"""A process that dies lets go of its lock: what that proves, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from a2a_lease import InMemoryLeaseStore, LeaseSettings
+from a2a_lease.model import LivenessLock, SessionState
+from a2a_lease.replica.replica import Replica
+from a2a_lease.testing.conformance import SERVICE, acquire, open_session
+from replica.test_heartbeat import Ears, until
+
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+SETTINGS = LeaseSettings(
+    ttl=60.0, heartbeat_interval=0.05, sweep_interval=0.05, stop_timeout=1.0
+)
+"""Nobody dies by silence while a test lasts."""
+MANY = 30
+"""Looks in which it would have shown."""
+
+
+class Locked(InMemoryLeaseStore):
+    """Has locks, and tells who looked at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[str] = set()
+        self.server = 'one'
+        self.looks = 0
+        self.refuses = 0
+
+    async def take_liveness_lock(self, session_id, *, number):
+        if self.refuses:
+            self.refuses -= 1
+            raise OSError('too many connections')
+        self.held.add(session_id)
+        return LivenessLock(server=self.server, number=number)
+
+    async def renew(self, session_id, *, lock=None):
+        if lock is not None and session_id not in self.held:
+            raise OSError('connection reset')
+        return await super().renew(session_id, lock=lock)
+
+    async def look(self, *arguments, **options):
+        self.looks += 1
+        return await super().look(*arguments, **options)
+
+    async def released_locks(self, sessions):
+        return {session.id for session in sessions} - self.held
+
+    async def lock_of(self, session_id: str) -> LivenessLock | None:
+        return {s.id: s.lock for s in await self.sessions()}[session_id]
+
+    async def looks_on(self) -> None:
+        before = self.looks
+        await until(lambda: self.looks >= before + MANY)
+
+
+@pytest.fixture
+def store() -> Locked:
+    return Locked()
+
+
+@pytest.fixture
+def ears() -> Ears:
+    return Ears()
+
+
+@pytest.fixture
+async def judge(store: Locked, ears: Ears) -> AsyncIterator[Replica]:
+    judge = Replica(store, SETTINGS, SERVICE, listener=ears)
+    await judge.start()
+
+    async def locked():
+        return await store.lock_of(judge.session.id)
+
+    await until(locked)
+    yield judge
+    await judge.close(timeout=5)
+
+
+async def _silent(store: Locked, *, server: str = 'one') -> str:
+    """Returns a session that beat once, with a lock."""
+    session_id = await open_session(store)
+    await acquire(store, session_id)
+    store.held.add(session_id)
+    lock = LivenessLock(server=server, number=1)
+    assert await store.renew(session_id, lock=lock)
+    return session_id
+
+
+async def _state(store: Locked, session_id: str) -> SessionState:
+    return {s.id: s.state for s in await store.sessions()}[session_id]
+
+
+async def test_whoever_lets_go_is_dead_before_the_silence_says_so(
+    store: Locked, judge: Replica, ears: Ears
+):
+    silent = await _silent(store)
+    await store.looks_on()
+    # It is silent, and holds its lock.
+    assert await _state(store, silent) is SessionState.OPEN
+    store.held.discard(silent)
+    await until(lambda: silent in ears.ended)
+    assert await _state(store, silent) is SessionState.FENCED
+
+
+async def test_whoever_beats_with_another_lock_lives(
+    store: Locked, judge: Replica
+):
+    other = await _silent(store)
+    store.held.discard(other)
+    for number in range(2, 10):
+        before = store.looks
+        await until(lambda before=before: store.looks > before)
+        store.held.add(other)
+        lock = LivenessLock(server='one', number=number)
+        assert await store.renew(other, lock=lock)
+        store.held.discard(other)
+    assert await _state(store, other) is SessionState.OPEN
+
+
+async def test_a_lock_of_another_server_proves_nothing(
+    store: Locked, judge: Replica
+):
+    silent = await _silent(store, server='two')
+    store.held.discard(silent)
+    await store.looks_on()
+    assert await _state(store, silent) is SessionState.OPEN
+
+
+async def test_whose_own_lock_broke_believes_none(
+    store: Locked, judge: Replica
+):
+    """What broke its connection may have broken all."""
+    silent = await _silent(store)
+    me = judge.session.id
+    store.held.clear()
+
+    async def locked_again():
+        lock = await store.lock_of(me)
+        return lock is not None and lock.number > 1
+
+    await until(locked_again)
+    await store.looks_on()
+    assert await _state(store, silent) is SessionState.OPEN
+    assert judge.session.id == me
+
+
+async def test_whoever_gets_no_lock_beats_on(store: Locked, ears: Ears):
+    store.refuses = 3
+    replica = Replica(store, SETTINGS, SERVICE, listener=ears)
+    await replica.start()
+    silent = await _silent(store)
+    store.held.discard(silent)
+
+    async def locked():
+        return await store.lock_of(replica.session.id)
+
+    assert not await locked()
+    # It believes no lock without one of its own, and tries to get one.
+    await until(locked)
+    await until(lambda: silent in ears.ended)
+    await replica.close(timeout=5)
+
+
+async def test_a_beat_that_is_given_up_keeps_its_lock_until_the_next(
+    store: Locked, ears: Ears
+):
+    """Others would see it free before they see a beat without it."""
+    order: list[str] = []
+
+    class Copy(Locked):
+        def __init__(self) -> None:
+            self.__dict__ = store.__dict__
+            self.stalls = False
+
+        def detached(self):
+            copy = Copy()
+            order.append('new')
+            copies.append(copy)
+            return copy
+
+        async def renew(self, session_id, *, lock=None):
+            if stalled and self is copies[0]:
+                await asyncio.sleep(3600)
+            renewal = await super().renew(session_id, lock=lock)
+            if len(copies) > 1 and order[-1] != 'beat':
+                order.append('beat')
+            return renewal
+
+        async def close(self):
+            if self is copies[0]:
+                order.append('closed')
+
+    copies: list[Copy] = []
+    stalled: list[bool] = []
+    settings = LeaseSettings(
+        ttl=1.0, heartbeat_interval=0.1, sweep_interval=0.1
+    )
+    replica = Replica(Copy(), settings, SERVICE, listener=ears)
+    await replica.start()
+
+    async def locked():
+        return await store.lock_of(replica.session.id)
+
+    await until(locked)
+    stalled.append(True)
+    await until(lambda: 'closed' in order)
+    assert order[:4] == ['new', 'new', 'beat', 'closed']
+    await replica.close(timeout=5)
