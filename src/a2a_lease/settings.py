@@ -29,6 +29,9 @@ class LeaseSettings:
     """How often a replica beats."""
     sweep_interval: float = 1.0
     """How often a replica looks at the others."""
+    liveness_lock: bool = True
+    """Whether a process holds a lock that goes when it dies, so that others
+    need not wait for `ttl`; see "Death" in the README."""
     acquire_timeout: float = 30.0
     """How long a message waits for the running turn of its task."""
     drain_timeout: float = 20.0
@@ -54,6 +57,12 @@ class LeaseSettings:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.default is None:
+                continue
+            if isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise LeaseConfigurationError(
+                        f'{field.name} must be True or False, not {value!r}.'
+                    )
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise LeaseConfigurationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -168,6 +169,18 @@ async def test_whoever_gets_no_lock_beats_on(store: Locked, ears: Ears):
     # It believes no lock without one of its own, and tries to get one.
     await until(locked)
     await until(lambda: silent in ears.ended)
+    await replica.close(timeout=5)
+
+
+async def test_locks_can_be_left_alone(store: Locked, ears: Ears):
+    settings = dataclasses.replace(SETTINGS, liveness_lock=False)
+    replica = Replica(store, settings, SERVICE, listener=ears)
+    await replica.start()
+    silent = await _silent(store)
+    store.held.discard(silent)
+    await store.looks_on()
+    assert await store.lock_of(replica.session.id) is None
+    assert await _state(store, silent) is SessionState.OPEN
     await replica.close(timeout=5)
 
 

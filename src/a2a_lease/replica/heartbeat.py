@@ -309,6 +309,8 @@ class Heartbeat:
 
     def _take_lock(self, session: LiveSession) -> None:
         """Takes a lock beside the beats, which never wait for one."""
+        if not self._settings.liveness_lock:
+            return
         now = self._clock.monotonic()
         if self._taking is not None or now < self._next_lock_at:
             return
