@@ -297,7 +297,10 @@ class Talk:
         try:
             async with asyncio.timeout(20):
                 async for event in events:
-                    if event.status_update.status == shown:
+                    if (
+                        event.HasField('status_update')
+                        and event.status_update.status == shown
+                    ):
                         # The SDK reads the task after it began to listen, and
                         # may tell once more what that has.
                         continue
