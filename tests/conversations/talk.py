@@ -293,9 +293,18 @@ class Talk:
         await self.hear('subscribe', events)
 
     async def hear(self, what: str, events: Any) -> None:
+        shown = None
         try:
             async with asyncio.timeout(20):
                 async for event in events:
+                    if (
+                        event.HasField('status_update')
+                        and event.status_update.status == shown
+                    ):
+                        # The SDK reads the task after it began to listen, and
+                        # may tell once more what that has.
+                        continue
+                    shown = event.task.status if what == 'subscribe' else None
                     self.note(what, event)
                     if event.HasField('task'):
                         self.last = event.task

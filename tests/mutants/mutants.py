@@ -1160,6 +1160,14 @@ MUTANTS = [
         only='6005306',
     ),
     Mutant(
+        'a cancel of what is recovered leaves its lease',
+        'recovery/claim.py',
+        'def canceled(self)',
+        'def is_canceled(self)',
+        ('tests/simulation',),
+        'found_stays_away',
+    ),
+    Mutant(
         'a session in an unknown state counts as ended',
         'stores/database.py',
         'sessions.c.id.is_(None),\n                        sessions.c.state.in_(_ENDED)',

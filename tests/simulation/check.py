@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from a2a.utils.errors import UnsupportedOperationError
+
 from a2a_lease.model import SessionState
 from a2a_lease.turns.marks import TERMINAL
 from simulation.world import REFUSED, SILENT, Replica, World
@@ -121,6 +123,12 @@ def _streams(world: World) -> Iterable[str]:
             if isinstance(heard.error, RuntimeError):
                 # Of the agent; the SDK passes it on.
                 continue
+            if isinstance(
+                heard.error, UnsupportedOperationError
+            ) and heard.said not in {
+                message.message_id for message in record.task.history
+            }:
+                continue  # It waited too long, and was not delivered.
             if heard.error is not None:
                 yield f'4 (streams go on): {who} broke: {heard.error!r}'
                 continue

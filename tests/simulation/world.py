@@ -105,6 +105,8 @@ class Heard:
 
     replica: Replica
     kind: str
+    said: str = ''
+    """The id of its message."""
     events: list[Any] = field(default_factory=list)
     error: Exception | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -699,7 +701,7 @@ class World:
         kind: str = 'send',
     ) -> Heard:
         replica = await self._somebody(where)
-        heard = Heard(replica, kind)
+        heard = Heard(replica, kind, request.message.message_id)
         client.heard.append(heard)
         sent = SendMessageRequest()  # The SDK writes ids into it.
         sent.CopyFrom(request)

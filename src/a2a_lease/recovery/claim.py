@@ -57,6 +57,12 @@ class Claim(Hold):
         # The lease counts the next one already.
         return max(1, self.lease.attempt - 1)
 
+    def canceled(self) -> None:
+        """Goes on: what a cancel has saved makes the next save a conflict.
+
+        The task is judged again then, and whoever waits for it is told.
+        """
+
     def failed_to_begin(self, lease: TaskLease) -> None:
         """Goes on with the next attempt: the last one came to nothing."""
         self.hold(lease, self.session)

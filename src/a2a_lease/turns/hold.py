@@ -161,6 +161,10 @@ class Hold:
     def refused(self) -> None:
         """Follows a save that was refused."""
 
+    def canceled(self) -> None:
+        """Follows a cancel of the task through another replica."""
+        self.lose(Loss.CANCELED)
+
     async def _look_up(self) -> None:
         lease = self.lease
         for pause in pauses():
@@ -188,4 +192,4 @@ class Hold:
         ):
             self.lose(Loss.TAKEN_OVER)
         elif stored.cancel_requested:
-            self.lose(Loss.CANCELED)
+            self.canceled()
