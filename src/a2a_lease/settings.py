@@ -15,7 +15,8 @@ _LARGEST = 1e9
 class LeaseSettings:
     """How fast death is noticed, and how long things may take.
 
-    All times are seconds. A replica that dies is noticed at the latest after
+    All times are seconds. A process that dies is noticed at the latest after
+    `3 * heartbeat_interval + sweep_interval`, and by its silence alone after
     `ttl + heartbeat_interval + sweep_interval`.
 
     Raises:

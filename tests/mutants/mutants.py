@@ -31,6 +31,8 @@ ADMISSION = ('tests/turns/test_admission.py',)
 OUTAGES = ('tests/turns/test_outages.py',)
 CANCEL = ('tests/turns/test_cancel.py',)
 CROSSING = ('tests/recovery/test_crossing.py',)
+CERTIFICATE = ('tests/replica/test_certificate.py',)
+LIVENESS = ('tests/stores/test_liveness.py',)
 AGAIN = ('tests/recovery/test_again.py',)
 
 MUTANTS = [
@@ -1166,6 +1168,96 @@ MUTANTS = [
         'def is_canceled(self)',
         ('tests/simulation',),
         'found_stays_away',
+    ),
+    # A process that dies lets go of its lock
+    Mutant(
+        'a lock that is free for a moment is death',
+        'replica/watcher.py',
+        'if seen.let_go_for >= 1.9 * session.heartbeat_interval:',
+        'if seen.let_go_for >= 0.0:',
+        WATCHER,
+    ),
+    Mutant(
+        'a gap between looks counts whole for a free lock',
+        'replica/watcher.py',
+        'min(seen.gap, session.heartbeat_interval)',
+        'seen.gap',
+        WATCHER,
+    ),
+    Mutant(
+        'a lock is looked at though the beat is not due',
+        'replica/watcher.py',
+        'if seen.silence >= 0.9 * session.heartbeat_interval:',
+        'if seen.silence >= 0.0:',
+        WATCHER,
+    ),
+    Mutant(
+        'a free lock is no death',
+        'replica/heartbeat.py',
+        'verdicts += await self._certified(look, now)',
+        '',
+        CERTIFICATE,
+    ),
+    Mutant(
+        'a lock of another server is believed',
+        'replica/heartbeat.py',
+        'and session.lock.server == mine.server',
+        '',
+        CERTIFICATE,
+    ),
+    Mutant(
+        'whose own connection broke believes a lock',
+        'replica/heartbeat.py',
+        'or now - self._lock_broke_at < self._settings.ttl',
+        '',
+        CERTIFICATE,
+    ),
+    Mutant(
+        'a store that was given up lets go before the next beat',
+        'replica/heartbeat.py',
+        'if self._lock is not None and self._published is None:',
+        'if False:',
+        CERTIFICATE,
+    ),
+    Mutant(
+        'a lock keeps its name on another connection',
+        'stores/liveness.py',
+        "named = f'a2a-lease {session_id} {number}'",
+        "named = f'a2a-lease {session_id}'",
+        LIVENESS,
+        'another_one and not mariadb',
+    ),
+    Mutant(
+        'a lock behind a pooler is believed',
+        'stores/liveness.py',
+        "return f'postgresql {started}' if told == pid else None",
+        "return f'postgresql {started}'",
+        LIVENESS,
+        'pooler',
+    ),
+    Mutant(
+        'a beat goes past the connection that has the lock',
+        'stores/database.py',
+        'holder = self._locks.connection if lock and self._locks else None',
+        'holder = None',
+        LIVENESS,
+        'without_its_lock',
+    ),
+    Mutant(
+        'a fork holds the lock of its parent',
+        'stores/liveness.py',
+        'locks.forget()',
+        'pass',
+        LIVENESS,
+        'fork',
+    ),
+    Mutant(
+        'a server that restarted is the same',
+        'stores/liveness.py',
+        "return f'postgresql {started}' if told == pid else None",
+        "return 'postgresql' if told == pid else None",
+        LIVENESS,
+        'restarted',
     ),
     Mutant(
         'a session in an unknown state counts as ended',
