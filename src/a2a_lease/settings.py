@@ -55,25 +55,7 @@ class LeaseSettings:
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if isinstance(field.default, bool):
-                if not isinstance(value, bool):
-                    raise LeaseConfigurationError(
-                        f'{field.name} must be True or False, not {value!r}.'
-                    )
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise LeaseConfigurationError(
-                    f'{field.name} must be a number, not {value!r}.'
-                )
-            if not -_LARGEST < value < _LARGEST:
-                raise LeaseConfigurationError(
-                    f'{field.name} must be less than {_LARGEST:g}, not '
-                    f'{value!r}.'
-                )
+        self._check_types()
         for name in (
             'ttl',
             'heartbeat_interval',
@@ -124,6 +106,27 @@ class LeaseSettings:
                 f'(4 x {self.sweep_interval:g} s = '
                 f'{4 * self.sweep_interval:g} s).'
             )
+
+    def _check_types(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise LeaseConfigurationError(
+                        f'{field.name} must be True or False, not {value!r}.'
+                    )
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise LeaseConfigurationError(
+                    f'{field.name} must be a number, not {value!r}.'
+                )
+            if not -_LARGEST < value < _LARGEST:
+                raise LeaseConfigurationError(
+                    f'{field.name} must be less than {_LARGEST:g}, not '
+                    f'{value!r}.'
+                )
 
     @property
     def beat_timeout(self) -> float:

@@ -244,10 +244,8 @@ MUTANTS = [
     Mutant(
         'time that nobody watched counts',
         'replica/watcher.py',
-        'seen.silence += min(\n'
-        '                now - seen.looked_at, '
-        '2 * self._settings.sweep_interval\n            )',
-        'seen.silence += now - seen.looked_at',
+        'min(seen.gap, 2 * self._settings.sweep_interval)',
+        'seen.gap',
         WATCHER,
     ),
     Mutant(
