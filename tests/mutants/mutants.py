@@ -282,9 +282,9 @@ MUTANTS = [
         'stores/database.py',
         '                sessions.c.id == session_id,\n'
         '                sessions.c.state == SessionState.OPEN.value,\n'
-        '            )\n            .values(beat=',
+        '            )\n            .values(\n                beat=',
         '                sessions.c.id == session_id,\n'
-        '            )\n            .values(beat=',
+        '            )\n            .values(\n                beat=',
         STORES,
         only='DatabaseLeaseStore and sqlite',
     ),
