@@ -125,6 +125,8 @@ class Heartbeat:
         self._lock_pause = settings.heartbeat_interval
         self._taking: asyncio.Task[None] | None = None
         self._lock_broke_at = float('-inf')
+        self._tells_of_lock = False
+        """Whether others may have read of a lock in the last beat."""
         self._published: LeaseStore | None = None
         """A store that was given up, and whose lock is published yet."""
 
@@ -288,20 +290,71 @@ class Heartbeat:
     async def _renew(self, session: LiveSession) -> Renewal | None:
         """Beats, with the lock if there is one."""
         lock = self._lock
+        self._tells_of_lock = self._tells_of_lock or lock is not None
         try:
-            renewal = await self._bounded(
-                self._store.renew(session.id, lock=lock)
+            call = self._store.renew(session.id, lock=lock)
+            renewal = await (
+                self._twice(session, call)
+                if self._tells_of_lock
+                else self._bounded(call)
             )
         except Exception:
             if lock is not None and self._lock is lock:
                 self._lose_lock()
             raise
+        self._tells_of_lock = self._lock is not None
         if self._published is not None:
             self._leave(self._published)
             self._published = None
         if self._lock is None and renewal is not None:
             self._take_lock(session)
         return renewal
+
+    async def _twice(
+        self, session: LiveSession, call: Coroutine[None, None, _T]
+    ) -> _T | Renewal | None:
+        """Beats, and beats on a new connection if no answer comes soon.
+
+        The server may have closed the old one, and freed its lock, though
+        nobody has heard of that here.
+        """
+        settings = self._settings
+        first = asyncio.ensure_future(call)
+        await asyncio.wait({first}, timeout=settings.heartbeat_interval / 2)
+        if first.done():
+            return first.result()
+        other = self._source.detached()
+        second = asyncio.ensure_future(other.renew(session.id))
+        until = self._clock.monotonic() + settings.beat_timeout
+        while True:
+            for beat in (first, second):
+                if beat.done() and not beat.exception():
+                    break
+            else:
+                waits = {beat for beat in (first, second) if not beat.done()}
+                left = until - self._clock.monotonic()
+                if waits and left > 0:
+                    await asyncio.wait(
+                        waits,
+                        timeout=left,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                    continue
+                beat = first
+            break
+        for each in (first, second):
+            if not each.done():
+                each.cancel()
+            self._abandon(each)
+        if beat is second:
+            self._leave(self._store)
+            self._store = other
+            self._lose_lock()
+            return second.result()
+        self._leave(other)
+        if not first.cancelled() and first.done():
+            return first.result()
+        raise self._give_up()
 
     def _lose_lock(self) -> None:
         self._lock = None
@@ -501,6 +554,10 @@ class Heartbeat:
             return task.result()
         task.cancel()
         self._abandon(task)
+        raise self._give_up()
+
+    def _give_up(self) -> _GivenUpError:
+        """Goes on over a new connection."""
         abandoned, self._store = self._store, self._source.detached()
         if self._lock is not None and self._published is None:
             # Closing it frees the lock, and others may see that before a beat
@@ -510,7 +567,7 @@ class Heartbeat:
             self._leave(abandoned)
         if self._lock is not None:
             self._lose_lock()
-        raise _GivenUpError(
+        return _GivenUpError(
             f'The database gave no answer for {self._settings.beat_timeout:g} '
             f's; the next try is on a new connection.'
         )
