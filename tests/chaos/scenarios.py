@@ -143,7 +143,9 @@ async def _hand_over(stage: Stage) -> None:
     )
     await stage.until_heard(heard, lambda heard: heard.texts)
     if heard.task_id:
-        await stage.subscribe(1, heard.task_id)
+        subscriber = await stage.subscribe(1, heard.task_id)
+        # To a task that is over nobody subscribes.
+        await stage.until_heard(subscriber, lambda heard: heard.events)
     stage.terminate(0)
     stage.let_count(after=0)
 
@@ -154,7 +156,8 @@ async def _shutdown(stage: Stage) -> None:
         0, 'task; working; artifact one; wait never', push=True
     )
     await heard.until(lambda heard: heard.texts)
-    await stage.subscribe(1, heard.task_id)
+    subscriber = await stage.subscribe(1, heard.task_id)
+    await subscriber.until(lambda heard: heard.events)
     stage.arm()
     stage.terminate(0)
 
