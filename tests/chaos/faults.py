@@ -212,15 +212,13 @@ class _Steps:
             for name, fault in self._faults.items()
             if fault.thread == thread and self._comes(fault, number, statement)
         ]
-        for name, fault in here:
-            if fault.after:
+        for after in (False, True):
+            for name, fault in here:
+                if fault.after is after:
+                    self._note(name, statement)
+                    self._happens(fault.kind, dialect, cursor)
+            if not after:
                 run()
-            self._note(name, statement)
-            self._happens(fault.kind, dialect, cursor)
-            if not fault.after:
-                run()
-        if not here:
-            run()
 
     def _comes(self, fault: Fault, number: int, statement: str) -> bool:
         """Whether a fault is at a statement of its thread."""

@@ -18,6 +18,7 @@ from sqlalchemy import select
 from a2a_lease.model import SessionState
 from chaos.faults import DEADLY, Kind
 from chaos.stage import OVER, PAUSED
+from support.cluster import passed_over
 from support.log import artifacts_of, broken_log, rebuilt, state_name
 
 
@@ -253,11 +254,11 @@ async def _pushes(stage: Stage, tasks: dict[str, Task]) -> list[str]:
             )
         )
     # The SDK's sender passes over a push if it cannot read to whom.
-    passed_over = stage.cluster.passed_over()
+    unread = passed_over(stage.folder)
     for task_id in wanted & set(tasks):
         state = tasks[task_id].status.state
         states = told[task_id]
-        if state not in states and task_id not in passed_over:
+        if state not in states and task_id not in unread:
             found.append(
                 f'6 (each webhook is told): {task_id} is {state_name(state)}, its '
                 f'webhook heard {[state_name(s) for s in states]}'

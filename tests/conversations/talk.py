@@ -40,14 +40,12 @@ from a2a.types.a2a_pb2 import (
     TaskPushNotificationConfig,
     TaskState,
 )
-from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.json_format import MessageToDict
 from starlette.applications import Starlette
-from starlette.responses import Response
-from starlette.routing import Route
 
 from a2a_lease import DatabaseLeaseStore, LeasedRequestHandler
 from a2a_lease.demo.local_http import local_client
-from a2a_lease.demo.webserver import serving
+from a2a_lease.demo.webserver import serving, webhook
 from support.inprocess import SETTINGS, Desk, ScriptedAgent
 
 
@@ -97,11 +95,7 @@ class Talk:
     async def __aenter__(self) -> Talk:
         async with contextlib.AsyncExitStack() as stack:
             self.webhook = await stack.enter_async_context(
-                serving(
-                    Starlette(
-                        routes=[Route('/', self._receive, methods=['POST'])]
-                    )
-                )
+                webhook(self._receive)
             )
             self.clients = [await self._server(stack) for _ in range(2)]
             self._stack = stack.pop_all()
@@ -110,17 +104,13 @@ class Talk:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def _receive(self, request) -> Response:
-        event = ParseDict(
-            await request.json(), StreamResponse(), ignore_unknown_fields=True
-        )
+    def _receive(self, event: StreamResponse) -> None:
         kind = event.WhichOneof('payload')
         if kind in ('task', 'status_update'):
             content = getattr(event, kind)
             self.pushed.append((kind, content.status.state))
         else:
             self.pushed.append((kind, 0))
-        return Response()
 
     async def _server(self, stack: contextlib.AsyncExitStack) -> Any:
         tasks = VersionedDatabaseTaskStore(self.engine)

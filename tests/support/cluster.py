@@ -24,16 +24,12 @@ from a2a.types.a2a_pb2 import (
     TaskPushNotificationConfig,
     TaskState,
 )
-from google.protobuf.json_format import ParseDict
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
-from starlette.applications import Starlette
-from starlette.responses import Response
-from starlette.routing import Route
 
 from a2a_lease import DatabaseLeaseStore
 from a2a_lease.demo.local_http import local_client
-from a2a_lease.demo.webserver import serving
+from a2a_lease.demo.webserver import webhook
 from support.databases import can_begin
 from support.forkserver import ForkedServer
 from support.inprocess import NamedUser
@@ -148,6 +144,16 @@ def make_request(
     return request
 
 
+def passed_over(folder: Path) -> set[str]:
+    """The tasks of which the SDK did not tell whom it should have.
+
+    Args:
+        folder: That of the replicas, which note it there.
+    """
+    notes = folder / 'passed_over'
+    return set(notes.read_text().split()) if notes.exists() else set()
+
+
 class Cluster:
     """Several replicas over one database."""
 
@@ -211,11 +217,7 @@ class Cluster:
             for replica in self.replicas[: self._starts]:
                 replica.start()
             self.webhook_url = await stack.enter_async_context(
-                serving(
-                    Starlette(
-                        routes=[Route('/', self._receive, methods=['POST'])]
-                    )
-                )
+                webhook(self.webhook.add)
             )
             await asyncio.gather(
                 *(r.ready() for r in self.replicas[: self._starts])
@@ -234,16 +236,6 @@ class Cluster:
                 print(*await self.leases.sessions(), sep='\n')
                 print(*await self.leases.leases(), sep='\n')
         await self._stack.aclose()
-
-    async def _receive(self, request) -> Response:
-        self.webhook.add(
-            ParseDict(
-                await request.json(),
-                StreamResponse(),
-                ignore_unknown_fields=True,
-            )
-        )
-        return Response()
 
     # Processes.
 
@@ -385,11 +377,6 @@ class Cluster:
             ]
 
         await self.until(none_left)
-
-    def passed_over(self) -> set[str]:
-        """The tasks of which the SDK did not tell whom it should have."""
-        notes = self.folder / 'passed_over'
-        return set(notes.read_text().split()) if notes.exists() else set()
 
     def agent_log(self) -> list[dict[str, Any]]:
         log = self.folder / 'agent.log'

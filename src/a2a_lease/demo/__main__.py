@@ -87,8 +87,8 @@ async def _play(arguments: argparse.Namespace) -> int:
     from a2a_lease.demo.postgres import PrivatePostgres
     from a2a_lease.demo.processes import ServerProcess
     from a2a_lease.demo.report import Report
-    from a2a_lease.demo.story import Party, Story, Webhook
-    from a2a_lease.demo.webserver import serving
+    from a2a_lease.demo.story import Party, Story
+    from a2a_lease.demo.webserver import webhook
 
     this = asyncio.current_task()
     if this is not None:
@@ -107,8 +107,8 @@ async def _play(arguments: argparse.Namespace) -> int:
             database_url = server.create_database()
         else:
             database_url = f'sqlite+aiosqlite:///{folder}/tasks.db'
-        webhook = Webhook(Party('webhook', report))
-        webhook_url = await stack.enter_async_context(serving(webhook.app))
+        pushed = Party('webhook', report)
+        webhook_url = await stack.enter_async_context(webhook(pushed.hears))
         replicas = []
         for name in 'ABC':
             replica = ServerProcess(
@@ -135,7 +135,7 @@ async def _play(arguments: argparse.Namespace) -> int:
         story = Story(
             replicas,
             webhook_url=webhook_url,
-            webhook=webhook,
+            webhook=pushed,
             report=report,
             patience=PATIENCE,
             goes_on=arguments.policy == 're-execute',

@@ -21,10 +21,6 @@ from a2a.types.a2a_pb2 import (
     TaskPushNotificationConfig,
     TaskState,
 )
-from google.protobuf.json_format import ParseDict
-from starlette.applications import Starlette
-from starlette.responses import Response
-from starlette.routing import Route
 
 from a2a_lease.demo.local_http import local_client
 
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from a2a.client import Client
-    from starlette.requests import Request
 
     from a2a_lease.demo.processes import ServerProcess
     from a2a_lease.demo.report import Report
@@ -110,26 +105,6 @@ def named(state: int) -> str:
     return TaskState.Name(state).removeprefix('TASK_STATE_')
 
 
-class Webhook:
-    """Receives push notifications, as a client that does not stay would."""
-
-    def __init__(self, party: Party) -> None:
-        self.party = party
-        self.app = Starlette(
-            routes=[Route('/', self._receive, methods=['POST'])]
-        )
-
-    async def _receive(self, request: Request) -> Response:
-        self.party.hears(
-            ParseDict(
-                await request.json(),
-                StreamResponse(),
-                ignore_unknown_fields=True,
-            )
-        )
-        return Response()
-
-
 def ask(text: str, *, task: Task | None = None, push_to: str = '') -> Any:
     """Makes a message to the agent."""
     request = SendMessageRequest(
@@ -184,7 +159,7 @@ class Story:
         replicas: list[ServerProcess],
         *,
         webhook_url: str,
-        webhook: Webhook,
+        webhook: Party,
         report: Report,
         patience: float,
         goes_on: bool,
@@ -270,7 +245,7 @@ class Story:
         task_id: str,
     ) -> None:
         report = self._report
-        webhook = self._webhook.party
+        webhook = self._webhook
         await self._within(subscription)
         report.expects(
             'the task runs again elsewhere, from where it had come to',
@@ -321,7 +296,7 @@ class Story:
             failed and _count_failed(subscriber) == 1,
             after=_since(killed_at, subscriber.failed_at),
         )
-        webhook = self._webhook.party
+        webhook = self._webhook
         pushed = await self._within(
             webhook.until(lambda: webhook.failed_at is not None)
         )

@@ -8,12 +8,17 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import uvicorn
+from a2a.types.a2a_pb2 import StreamResponse
+from google.protobuf.json_format import ParseDict
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator, Callable, Generator
 
-    from starlette.applications import Starlette
+    from starlette.requests import Request
 
 
 class _Server(uvicorn.Server):
@@ -43,3 +48,31 @@ async def serving(app: Starlette) -> AsyncGenerator[str]:
             server.should_exit = True
             server.force_exit = True
             await running
+
+
+@asynccontextmanager
+async def webhook(
+    take: Callable[[StreamResponse], None],
+) -> AsyncGenerator[str]:
+    """Receives push notifications, as a client that does not stay would.
+
+    Args:
+        take: Gets what is pushed.
+
+    Yields:
+        Its URL.
+    """
+
+    async def receive(request: Request) -> Response:
+        take(
+            ParseDict(
+                await request.json(),
+                StreamResponse(),
+                ignore_unknown_fields=True,
+            )
+        )
+        return Response()
+
+    app = Starlette(routes=[Route('/', receive, methods=['POST'])])
+    async with serving(app) as url:
+        yield url

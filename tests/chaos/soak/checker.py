@@ -8,7 +8,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from a2a.server.cluster import VersionedDatabaseTaskStore
@@ -24,6 +23,7 @@ from a2a_lease.turns.marks import INTERRUPTED, TERMINAL
 from chaos.soak.customers import Errand, Request
 from chaos.soak.fleet import Fleet, Life
 from chaos.soak.trouble import Troubles
+from support.cluster import passed_over
 from support.inprocess import NamedUser
 from support.log import artifacts_of, broken_log, broken_stream, state_name
 
@@ -356,7 +356,7 @@ class Checker:
                 f'6 (one outcome): {task.id} is {state_name(state)}, its '
                 f'webhook heard {[state_name(s) for s in others]} too'
             )
-        if state in told or task.id in self._passed_over():
+        if state in told or task.id in passed_over(self._fleet.folder):
             return
         if state == CANCELED and any(
             life.may_count_as_dead() for life in errand.cancels
@@ -367,10 +367,6 @@ class Checker:
             f'6 (each webhook is told): {task.id} is {state_name(state)}, its '
             f'webhook heard {[state_name(s) for s in told]}'
         )
-
-    def _passed_over(self) -> set[str]:
-        notes: Path = self._fleet.folder / 'passed_over'
-        return set(notes.read_text().split()) if notes.exists() else set()
 
 
 def _parts(task: Task) -> Iterable[str]:

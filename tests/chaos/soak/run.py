@@ -11,15 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from a2a.types.a2a_pb2 import StreamResponse
-from google.protobuf.json_format import ParseDict
 from sqlalchemy import text
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from a2a_lease.demo.webserver import serving
+from a2a_lease.demo.webserver import webhook
 from chaos.soak.checker import MAX_ATTEMPTS, Checker, Detection
 from chaos.soak.customers import Customers
 from chaos.soak.fleet import SETTINGS, TTL, Fleet
@@ -78,18 +72,14 @@ class Soak:
         await self._cut_off_who_stands_still()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.checker.close)
-            webhook = await stack.enter_async_context(
-                serving(
-                    Starlette(
-                        routes=[Route('/', self._receive, methods=['POST'])]
-                    )
-                )
+            webhook_url = await stack.enter_async_context(
+                webhook(self.checker.hear)
             )
             stack.push_async_callback(self.fleet.close)
             await self.fleet.start({'mixed': {'max_attempts': MAX_ATTEMPTS}})
             customers = Customers(
                 self.fleet,
-                webhook,
+                webhook_url,
                 random.Random(f'{self.seed} clients'),
                 self.checker.take,
             )
@@ -142,16 +132,6 @@ class Soak:
             self.checker.violations.append(
                 f'1 (nothing is left behind): {unsettled}'
             )
-
-    async def _receive(self, request: Request) -> Response:
-        self.checker.hear(
-            ParseDict(
-                await request.json(),
-                StreamResponse(),
-                ignore_unknown_fields=True,
-            )
-        )
-        return Response()
 
     async def _cut_off_who_stands_still(self) -> None:
         """As the README advises: a stopped process keeps what it has locked."""
