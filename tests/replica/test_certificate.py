@@ -184,48 +184,126 @@ async def test_locks_can_be_left_alone(store: Locked, ears: Ears):
     await replica.close(timeout=5)
 
 
-async def test_a_beat_that_is_given_up_keeps_its_lock_until_the_next(
-    store: Locked, ears: Ears
-):
-    """Others would see it free before they see a beat without it."""
-    order: list[str] = []
+class Lines(Locked):
+    """One that has connections, of which the first can lose its answers."""
 
-    class Copy(Locked):
-        def __init__(self) -> None:
-            self.__dict__ = store.__dict__
-            self.stalls = False
+    def __init__(self, lines: list[Lines] | None = None) -> None:
+        super().__init__()
+        self.lines = [] if lines is None else lines
+        self.number = len(self.lines)
+        self.unanswered: set[str] = set()
+        """Calls of the first connection that wait."""
+        self.order: list[str] = []
+        """What became of connections."""
+        self.asked: set[str] = set()
 
-        def detached(self):
-            copy = Copy()
-            order.append('new')
-            copies.append(copy)
-            return copy
+    def detached(self):
+        line = Lines(self.lines)
+        line.__dict__ = self.__dict__ | {'number': len(self.lines)}
+        self.lines.append(line)
+        self.order.append('new')
+        return line
 
-        async def renew(self, session_id, *, lock=None):
-            if stalled and self is copies[0]:
-                await asyncio.sleep(3600)
-            renewal = await super().renew(session_id, lock=lock)
-            if len(copies) > 1 and order[-1] != 'beat':
-                order.append('beat')
-            return renewal
+    async def answer(self, call: str) -> None:
+        if not self.number and call in self.unanswered:
+            self.asked.add(call)
+            await asyncio.Event().wait()
 
-        async def close(self):
-            if self is copies[0]:
-                order.append('closed')
+    async def renew(self, session_id, *, lock=None):
+        await self.answer('renew')
+        renewal = await super().renew(session_id, lock=lock)
+        self.order.append('beat' if lock is None else 'beat with a lock')
+        return renewal
 
-    copies: list[Copy] = []
-    stalled: list[bool] = []
-    settings = LeaseSettings(
-        ttl=1.0, heartbeat_interval=0.1, sweep_interval=0.1
-    )
-    replica = Replica(Copy(), settings, SERVICE, listener=ears)
+    async def look(self, *arguments, **options):
+        await self.answer('look')
+        return await super().look(*arguments, **options)
+
+    async def released_locks(self, sessions):
+        await self.answer('released_locks')
+        return await super().released_locks(sessions)
+
+    async def cancel_requests(self, *arguments):
+        await self.answer('cancel_requests')
+        return await super().cancel_requests(*arguments)
+
+    async def close(self) -> None:
+        self.order.append(f'close {self.number}')
+
+
+PATIENT = LeaseSettings(
+    ttl=600.0, heartbeat_interval=0.1, sweep_interval=0.1, stop_timeout=1.0
+)
+"""Nothing is given up while a test lasts."""
+
+
+@pytest.fixture
+async def lines(ears: Ears) -> AsyncIterator[tuple[Lines, Replica]]:
+    store = Lines()
+    replica = Replica(store, PATIENT, SERVICE, listener=ears)
     await replica.start()
 
     async def locked():
         return await store.lock_of(replica.session.id)
 
     await until(locked)
-    stalled.append(True)
-    await until(lambda: 'closed' in order)
-    assert order[:4] == ['new', 'new', 'beat', 'closed']
+    store.order.clear()
+    yield store, replica
+    await replica.close(timeout=0.1)
+
+
+async def test_a_beat_without_an_answer_is_sent_again(lines):
+    """The server may have freed the lock, and nothing is heard of it here."""
+    store, replica = lines
+    session = replica.session
+    store.unanswered.add('renew')
+
+    async def has_another_lock():
+        lock = await store.lock_of(session.id)
+        return lock is not None and lock.number == 2
+
+    await until(has_another_lock)
+    assert replica.session is session
+    assert not session.ended
+    # Another connection tells that there is no lock before one is taken.
+    after = store.order[store.order.index('new') :]
+    assert after[:3] == ['new', 'beat', 'close 0']
+
+
+@pytest.mark.parametrize('call', ['look', 'released_locks', 'cancel_requests'])
+async def test_no_beat_waits_for_another_call(lines, call: str):
+    """Others would see a lock that is free, and no beat."""
+    store, replica = lines
+    session = replica.session
+    await acquire(store, session.id, task_id='mine')
+    await _silent(store)
+    store.unanswered.add(call)
+    await store.request_cancel(SERVICE, 'mine')
+    await until(lambda: call in store.asked)
+    store.order.clear()
+    await until(lambda: len(store.order) > MANY)
+    assert set(store.order) == {'beat with a lock'}
+    assert not session.ended
+
+
+async def test_a_beat_that_is_given_up_keeps_its_lock_until_the_next(
+    ears: Ears,
+):
+    """Others would see it free before they see a beat without it."""
+    store = Lines()
+    settings = LeaseSettings(
+        ttl=0.4, heartbeat_interval=0.1, sweep_interval=0.1, stop_timeout=1.0
+    )
+    replica = Replica(store, settings, SERVICE, listener=ears)
+    await replica.start()
+
+    async def locked():
+        return await store.lock_of(replica.session.id)
+
+    await until(locked)
+    store.order.clear()
+    store.unanswered.add('look')
+    await until(lambda: 'close 0' in store.order)
+    after = store.order[store.order.index('new') :]
+    assert after[:3] == ['new', 'beat', 'close 0']
     await replica.close(timeout=5)

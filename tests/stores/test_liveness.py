@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from a2a_lease import DatabaseLeaseStore
 from a2a_lease.model import LivenessLock
 from a2a_lease.testing.conformance import open_session
-from support.databases import Database, PgBouncer, drop_connections
+from support.databases import Database, PgBouncer
 
 
 if TYPE_CHECKING:
@@ -150,7 +151,14 @@ async def test_a_beat_without_its_lock_is_an_error(postgresql: Database):
     replica = store.detached()
     lock = await replica.take_liveness_lock(session_id, number=1)
     assert await replica.renew(session_id, lock=lock) is not None
-    await drop_connections(engine, 'postgresql')
+    async with engine.connect() as connection:
+        await connection.execute(
+            text(
+                'SELECT pg_terminate_backend(pid) FROM pg_locks '
+                "WHERE locktype = 'advisory' AND database = (SELECT oid "
+                'FROM pg_database WHERE datname = current_database())'
+            )
+        )
     with pytest.raises(DBAPIError):
         await replica.renew(session_id, lock=lock)
     # Without one it beats on.
@@ -159,6 +167,25 @@ async def test_a_beat_without_its_lock_is_an_error(postgresql: Database):
     assert session.lock is None
     await replica.close()
     await engine.dispose()
+
+
+async def test_a_beat_and_a_look_come_at_the_same_time(
+    store: DatabaseLeaseStore,
+):
+    """Both need the connection that has the lock."""
+    session_id = await open_session(store)
+    replica = store.detached()
+    lock = await replica.take_liveness_lock(session_id, number=1)
+    assert await replica.renew(session_id, lock=lock)
+    [session] = await store.sessions()
+    for _ in range(20):
+        beaten, released = await asyncio.gather(
+            replica.renew(session_id, lock=lock),
+            replica.released_locks([session]),
+        )
+        assert beaten is not None
+        assert not released
+    await replica.close()
 
 
 async def test_a_dead_session_leaves_no_file(

@@ -10,7 +10,7 @@ import threading
 import uuid
 import weakref
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from a2a_lease.errors import LeaseError
 from a2a_lease.outage import insist
@@ -106,8 +106,10 @@ class Heartbeat:
         self._clock = clock
         self._on_session = on_session
         self._watcher = Watcher(settings)
-        self._abandoned: set[asyncio.Task[object]] = set()
+        self._abandoned: set[asyncio.Future[Any]] = set()
         self._notices = 0
+        """How many cancels the last beat told of."""
+        self._notices_read = 0
         self._looked_at = float('-inf')
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
@@ -198,6 +200,7 @@ class Heartbeat:
         """One round: the own beat, and if it landed, a look at the others."""
         beat = await self._beat()
         if beat is Beat.RENEWED:
+            await self._take_notices()
             now = self._clock.monotonic()
             # A beat comes a little early or late; looks follow the beats.
             due = self._looked_at + 0.9 * self._settings.sweep_interval
@@ -242,7 +245,7 @@ class Heartbeat:
                 label=self._label,
             )
         )
-        self._notices = 0
+        self._notices = self._notices_read = 0
         sent_at = self._clock.monotonic()
         renewal = await self._renew(session)
         self._opening = None
@@ -284,25 +287,26 @@ class Heartbeat:
             logger.info('Beats land again, after %d failures.', self.failures)
         self.failures = 0
         session.confirm(sent_at=sent_at)
-        await self._take_notices(session, renewal)
+        self._notices = renewal.notices
         return Beat.RENEWED
 
     async def _renew(self, session: LiveSession) -> Renewal | None:
         """Beats, with the lock if there is one."""
         lock = self._lock
         self._tells_of_lock = self._tells_of_lock or lock is not None
+        beat = self._store.renew(session.id, lock=lock)
         try:
-            call = self._store.renew(session.id, lock=lock)
             renewal = await (
-                self._twice(session, call)
+                self._once_more(session, beat)
                 if self._tells_of_lock
-                else self._bounded(call)
+                else self._bounded(beat)
             )
         except Exception:
             if lock is not None and self._lock is lock:
                 self._lose_lock()
             raise
-        self._tells_of_lock = self._lock is not None
+        # The first of two beats may land yet.
+        self._tells_of_lock = lock is not None
         if self._published is not None:
             self._leave(self._published)
             self._published = None
@@ -310,51 +314,49 @@ class Heartbeat:
             self._take_lock(session)
         return renewal
 
-    async def _twice(
-        self, session: LiveSession, call: Coroutine[None, None, _T]
-    ) -> _T | Renewal | None:
-        """Beats, and beats on a new connection if no answer comes soon.
+    async def _once_more(
+        self, session: LiveSession, beat: Coroutine[None, None, Renewal | None]
+    ) -> Renewal | None:
+        """Beats a second time, on another connection, if no answer comes soon.
 
-        The server may have closed the old one, and freed its lock, though
-        nobody has heard of that here.
+        The server may have closed the one that waits, and freed its lock, of
+        which nothing is heard here. Others would take this replica for dead
+        long before the beat is given up.
         """
-        settings = self._settings
-        first = asyncio.ensure_future(call)
-        await asyncio.wait({first}, timeout=settings.heartbeat_interval / 2)
+        first = asyncio.ensure_future(beat)
+        await asyncio.wait({first}, timeout=self._soon)
         if first.done():
             return first.result()
         other = self._source.detached()
         second = asyncio.ensure_future(other.renew(session.id))
-        until = self._clock.monotonic() + settings.beat_timeout
-        while True:
-            for beat in (first, second):
-                if beat.done() and not beat.exception():
-                    break
-            else:
-                waits = {beat for beat in (first, second) if not beat.done()}
-                left = until - self._clock.monotonic()
-                if waits and left > 0:
-                    await asyncio.wait(
-                        waits,
-                        timeout=left,
-                        return_when=asyncio.FIRST_COMPLETED,
-                    )
-                    continue
-                beat = first
-            break
+        landed = await self._first_to_land(first, second)
         for each in (first, second):
-            if not each.done():
-                each.cancel()
+            each.cancel()
             self._abandon(each)
-        if beat is second:
+        if landed is second:
             self._leave(self._store)
             self._store = other
             self._lose_lock()
             return second.result()
         self._leave(other)
-        if not first.cancelled() and first.done():
+        if first.done():
             return first.result()
-        raise self._give_up()
+        raise self._give_up(self._store)
+
+    async def _first_to_land(
+        self, *beats: asyncio.Future[Renewal | None]
+    ) -> asyncio.Future[Renewal | None] | None:
+        left = set(beats)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.beat_timeout):
+                while left:
+                    done, left = await asyncio.wait(
+                        left, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for beat in done:
+                        if beat.exception() is None:
+                            return beat
+        return None
 
     def _lose_lock(self) -> None:
         self._lock = None
@@ -392,19 +394,18 @@ class Heartbeat:
         self._taking = asyncio.ensure_future(take())
         self._abandon(self._taking)
 
-    async def _take_notices(
-        self, session: LiveSession, renewal: Renewal
-    ) -> None:
-        if renewal.notices == self._notices:
+    async def _take_notices(self) -> None:
+        session, notices = self.session, self._notices
+        if session is None or notices == self._notices_read:
             return
         try:
-            leases = await self._bounded(
+            leases = await self._between_beats(
                 self._store.cancel_requests(self._service, session.id)
             )
         except Exception:
             logger.debug('Reading cancels is tried again.', exc_info=True)
             return
-        self._notices = renewal.notices
+        self._notices_read = notices
         self._tell(lambda: self._listener.turns_canceled(leases))
 
     async def _lose(self, session: LiveSession) -> None:
@@ -458,7 +459,7 @@ class Heartbeat:
             return
         everyone = self._watcher.wants_everyone(now)
         try:
-            look = await self._bounded(
+            look = await self._between_beats(
                 self._store.look(
                     self._service,
                     session.id,
@@ -466,23 +467,25 @@ class Heartbeat:
                     also=self._watcher.suspects(now),
                 )
             )
+            if self.session is not session:
+                return
             verdicts = self._watcher.observe(look, now=now, everyone=everyone)
             verdicts += await self._certified(look, now)
             ended = look.ended
             for verdict in verdicts:
-                if await self._bounded(
+                if await self._between_beats(
                     self._store.fence(
                         verdict.session.id, beat=verdict.session.beat
                     )
                 ):
                     self._report(verdict)
             if verdicts:
-                look = await self._bounded(
+                look = await self._between_beats(
                     self._store.look(self._service, session.id, everyone=False)
                 )
                 ended = look.ended
             if everyone:
-                await self._bounded(
+                await self._between_beats(
                     self._store.prune_sessions(
                         self._service, older_than=_KEEP_SESSIONS
                     )
@@ -507,7 +510,9 @@ class Heartbeat:
         if not overdue:
             return []
         try:
-            released = await self._bounded(self._store.released_locks(overdue))
+            released = await self._between_beats(
+                self._store.released_locks(overdue)
+            )
         except Exception:
             logger.debug('Looking at locks failed.', exc_info=True)
             released = set()
@@ -539,6 +544,11 @@ class Heartbeat:
         except Exception:
             logger.exception('A listener of the heartbeat failed.')
 
+    @property
+    def _soon(self) -> float:
+        """Seconds within which a database that is well answers."""
+        return self._settings.heartbeat_interval / 2
+
     async def _bounded(self, call: Coroutine[None, None, _T]) -> _T:
         """Awaits a call, but gives up on one without an answer.
 
@@ -546,19 +556,36 @@ class Heartbeat:
         ever on a connection whose packets are dropped. The call and its store
         are left to themselves.
         """
-        task = asyncio.ensure_future(call)
-        done, _ = await asyncio.wait(
-            {task}, timeout=self._settings.beat_timeout
-        )
-        if done:
+        store, task = self._store, asyncio.ensure_future(call)
+        await asyncio.wait({task}, timeout=self._settings.beat_timeout)
+        return self._result(task, store)
+
+    async def _between_beats(self, call: Coroutine[None, None, _T]) -> _T:
+        """Does the same, and beats on while there is no answer."""
+        store, task = self._store, asyncio.ensure_future(call)
+        until = self._clock.monotonic() + self._settings.beat_timeout
+        while not task.done() and self._clock.monotonic() < until:
+            await asyncio.wait({task}, timeout=self._soon)
+            if not task.done():
+                await self._beat()
+        return self._result(task, store)
+
+    def _result(self, task: asyncio.Future[_T], store: LeaseStore) -> _T:
+        if task.done():
             return task.result()
         task.cancel()
         self._abandon(task)
-        raise self._give_up()
+        raise self._give_up(store)
 
-    def _give_up(self) -> _GivenUpError:
+    def _give_up(self, abandoned: LeaseStore) -> _GivenUpError:
         """Goes on over a new connection."""
-        abandoned, self._store = self._store, self._source.detached()
+        error = _GivenUpError(
+            f'The database gave no answer for {self._settings.beat_timeout:g} '
+            f's; the next try is on a new connection.'
+        )
+        if abandoned is not self._store:
+            return error
+        self._store = self._source.detached()
         if self._lock is not None and self._published is None:
             # Closing it frees the lock, and others may see that before a beat
             # tells them that there is none.
@@ -567,19 +594,16 @@ class Heartbeat:
             self._leave(abandoned)
         if self._lock is not None:
             self._lose_lock()
-        return _GivenUpError(
-            f'The database gave no answer for {self._settings.beat_timeout:g} '
-            f's; the next try is on a new connection.'
-        )
+        return error
 
     def _leave(self, store: LeaseStore) -> None:
         self._abandon(asyncio.ensure_future(self._close_store(store)))
 
-    def _abandon(self, task: asyncio.Task[object]) -> None:
+    def _abandon(self, task: asyncio.Future[Any]) -> None:
         self._abandoned.add(task)
         task.add_done_callback(self._forget)
 
-    def _forget(self, task: asyncio.Task[object]) -> None:
+    def _forget(self, task: asyncio.Future[Any]) -> None:
         self._abandoned.discard(task)
         if not task.cancelled():
             task.exception()

@@ -320,12 +320,13 @@ class DatabaseLeaseStore(LeaseStore):
                 ).one_or_none()
             return Renewal(beat=row[0], notices=row[1]) if row else None
 
-        holder = self._locks.connection if lock and self._locks else None
-        if holder is None:
-            return await self._transaction(renew, engine=self._beating)
-        # It commits by itself too. That it holds the lock yet shows in that
-        # it answers.
-        return await renew(holder)
+        if lock is not None and self._locks is not None:
+            async with self._locks.holder() as holder:
+                if holder is not None:
+                    # It commits by itself too. That it holds the lock yet
+                    # shows in that it answers.
+                    return await renew(holder)
+        return await self._transaction(renew, engine=self._beating)
 
     async def take_liveness_lock(
         self, session_id: str, *, number: int

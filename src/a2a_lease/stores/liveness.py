@@ -7,11 +7,13 @@ silence is; see `a2a_lease.replica.watcher` for what it takes to be believed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
 import weakref
 from abc import ABC, abstractmethod
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ from sqlalchemy import (
     text,
 )
 
+from a2a_lease.errors import LeaseError
 from a2a_lease.model import LivenessLock
 
 
@@ -35,7 +38,7 @@ except ImportError:  # On Windows.
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import AsyncGenerator, Collection, Mapping
 
     from sqlalchemy import TableClause
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -47,8 +50,6 @@ _BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 class LivenessLocks(ABC):
     """Takes the lock of one session, and looks at those of others."""
 
-    connection: AsyncConnection | None = None
-    """What holds the lock, and must beat; None where no connection does."""
     leave_files = False
     """Whether a process that dies leaves something to `clear`."""
 
@@ -67,6 +68,17 @@ class LivenessLocks(ABC):
         Args:
             locks: What they have published, by session id.
         """
+
+    @asynccontextmanager
+    async def holder(self) -> AsyncGenerator[AsyncConnection | None]:
+        """Gives the connection that holds the lock, to beat through it.
+
+        None where no connection does.
+
+        Raises:
+            LeaseError: It is gone.
+        """
+        yield None
 
     async def clear(self, session_id: str, number: int) -> None:
         """Removes what is left of the lock of a session that is over."""
@@ -89,7 +101,8 @@ class _ServerLocks(LivenessLocks):
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._closed = False
-        self.connection = None
+        self._connection: AsyncConnection | None = None
+        self._in_use = asyncio.Lock()
 
     async def take(self, session_id: str, number: int) -> LivenessLock | None:
         await self._let_go()
@@ -108,18 +121,25 @@ class _ServerLocks(LivenessLocks):
         except BaseException:
             await connection.invalidate()
             raise
-        self.connection = connection
+        self._connection = connection
         return LivenessLock(server=server, number=number)
 
+    @asynccontextmanager
+    async def holder(self) -> AsyncGenerator[AsyncConnection]:
+        async with self._in_use:
+            if self._connection is None:
+                raise LeaseError('The liveness lock is gone.')
+            yield self._connection
+
     async def released(self, locks: Mapping[str, LivenessLock]) -> set[str]:
-        connection = self.connection
-        if connection is None or not locks:
+        if not locks:
             return set()
         names = {
             _name(session_id, lock.number): session_id
             for session_id, lock in locks.items()
         }
-        held = await self._held(connection, names)
+        async with self.holder() as connection:
+            held = await self._held(connection, names)
         return {names[name] for name in names if name not in held}
 
     async def close(self) -> None:
@@ -128,7 +148,7 @@ class _ServerLocks(LivenessLocks):
         await self._engine.dispose()
 
     async def _let_go(self) -> None:
-        connection, self.connection = self.connection, None
+        connection, self._connection = self._connection, None
         if connection is not None:
             # The lock would stay with a connection that the pool keeps.
             with contextlib.suppress(Exception):

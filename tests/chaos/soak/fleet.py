@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy.engine import make_url
-
 from a2a_lease.demo.processes import ServerProcess
-from chaos.soak.proxy import Proxy
+from support.proxy import Proxy
 
 
 if TYPE_CHECKING:
@@ -148,20 +146,12 @@ class Fleet:
 
     async def _line(self) -> str:
         """Returns the address of the database for one replica."""
-        url = make_url(self._database.url)
         if self._database.kind == 'sqlite':
             return self._database.url
-        if self._database.kind == 'postgresql':
-            path = f'{url.query["host"]}/.s.PGSQL.5432'
-        else:
-            path = str(url.query['unix_socket'])
-        proxy = Proxy(path)
+        proxy = Proxy(self._database)
         await proxy.start()
         self.proxies.append(proxy)
-        url = url.set(
-            host='127.0.0.1', port=proxy.port
-        ).difference_update_query(['host', 'unix_socket'])
-        return url.render_as_string(hide_password=False)
+        return proxy.url
 
     # Clocks.
 

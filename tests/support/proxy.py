@@ -8,6 +8,13 @@ import socket
 import struct
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from sqlalchemy.engine import make_url
+
+
+if TYPE_CHECKING:
+    from support.databases import Database
 
 
 _CHUNK = 1 << 16
@@ -20,22 +27,34 @@ class Proxy:
     reaches the replica, and what the replica does reaches the database.
     """
 
-    def __init__(self, socket_path: str) -> None:
-        """Takes the socket of the database."""
-        self._path = socket_path
+    def __init__(self, database: Database) -> None:
+        """Takes a database on a server."""
+        self._kind = database.kind
+        self._url = make_url(database.url)
         self._server: asyncio.Server | None = None
         self._lines: set[_Line] = set()
         self._passes = asyncio.Event()
         self._passes.set()
         self._refuses = False
-        self.port = 0
+        self.url = ''
+        """The address of the database by way of this."""
 
     async def start(self) -> None:
         """Listens."""
         self._server = await asyncio.start_server(
             self._connected, '127.0.0.1', 0
         )
-        self.port = self._server.sockets[0].getsockname()[1]
+        port = self._server.sockets[0].getsockname()[1]
+        url = self._url.set(host='127.0.0.1', port=port)
+        self.url = url.difference_update_query(
+            ['host', 'unix_socket']
+        ).render_as_string(hide_password=False)
+
+    @property
+    def _socket(self) -> str:
+        if self._kind == 'postgresql':
+            return f'{self._url.query["host"]}/.s.PGSQL.5432'
+        return str(self._url.query['unix_socket'])
 
     async def close(self) -> None:
         """Ends every connection."""
@@ -54,7 +73,7 @@ class Proxy:
             return
         await self._passes.wait()
         try:
-            theirs = await asyncio.open_unix_connection(self._path)
+            theirs = await asyncio.open_unix_connection(self._socket)
         except OSError:
             writer.transport.abort()
             return
