@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -117,6 +117,8 @@ class LivenessLock:
     number: int
     """Rises with each connection that holds it: a server may keep what is
     left of the last one, lock and all."""
+    of_connection: bool = field(default=True, compare=False)
+    """Whether it goes when its connection does, though the process lives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1257,6 +1257,13 @@ MUTANTS = [
         CERTIFICATE,
     ),
     Mutant(
+        'a lock of the process goes with a beat that fails',
+        'replica/heartbeat.py',
+        'may_break = lock is not None and lock.of_connection',
+        'may_break = lock is not None',
+        CERTIFICATE,
+    ),
+    Mutant(
         'a beat waits for a look',
         'replica/heartbeat.py',
         'await asyncio.wait({task}, timeout=self._soon)',

@@ -34,17 +34,26 @@ class Locked(InMemoryLeaseStore):
         super().__init__()
         self.held: set[str] = set()
         self.server = 'one'
+        self.of_connection = True
         self.looks = 0
         self.refuses = 0
+        self.fails = 0
 
     async def take_liveness_lock(self, session_id, *, number):
         if self.refuses:
             self.refuses -= 1
             raise OSError('too many connections')
         self.held.add(session_id)
-        return LivenessLock(server=self.server, number=number)
+        return LivenessLock(
+            server=self.server,
+            number=number,
+            of_connection=self.of_connection,
+        )
 
     async def renew(self, session_id, *, lock=None):
+        if self.fails:
+            self.fails -= 1
+            raise OSError('database is locked')
         if lock is not None and session_id not in self.held:
             raise OSError('connection reset')
         return await super().renew(session_id, lock=lock)
@@ -153,6 +162,30 @@ async def test_whose_own_lock_broke_believes_none(
     await store.looks_on()
     assert await _state(store, silent) is SessionState.OPEN
     assert judge.session.id == me
+
+
+async def test_a_lock_of_the_process_outlasts_a_beat_that_fails(
+    store: Locked, ears: Ears
+):
+    """As one on a file: what breaks no connection of others is no doubt."""
+    store.of_connection = False
+    replica = Replica(store, SETTINGS, SERVICE, listener=ears)
+    await replica.start()
+    session = replica.session
+
+    async def locked():
+        return await store.lock_of(session.id)
+
+    await until(locked)
+    silent = await _silent(store)
+    store.fails = 3
+    await until(lambda: not store.fails)
+    store.held.discard(silent)
+    await until(lambda: silent in ears.ended)
+    lock = await store.lock_of(session.id)
+    assert lock is not None
+    assert lock.number == 1
+    await replica.close(timeout=5)
 
 
 async def test_whoever_gets_no_lock_beats_on(store: Locked, ears: Ears):

@@ -127,8 +127,8 @@ class Heartbeat:
         self._lock_pause = settings.heartbeat_interval
         self._taking: asyncio.Task[None] | None = None
         self._lock_broke_at = float('-inf')
-        self._tells_of_lock = False
-        """Whether others may have read of a lock in the last beat."""
+        self._may_break = False
+        """Whether others may have read of a lock that can go before us."""
         self._published: LeaseStore | None = None
         """A store that was given up, and whose lock is published yet."""
 
@@ -293,20 +293,21 @@ class Heartbeat:
     async def _renew(self, session: LiveSession) -> Renewal | None:
         """Beats, with the lock if there is one."""
         lock = self._lock
-        self._tells_of_lock = self._tells_of_lock or lock is not None
+        may_break = lock is not None and lock.of_connection
+        self._may_break = self._may_break or may_break
         beat = self._store.renew(session.id, lock=lock)
         try:
             renewal = await (
                 self._once_more(session, beat)
-                if self._tells_of_lock
+                if self._may_break
                 else self._bounded(beat)
             )
         except Exception:
-            if lock is not None and self._lock is lock:
+            if may_break and self._lock is lock:
                 self._lose_lock()
             raise
         # The first of two beats may land yet.
-        self._tells_of_lock = lock is not None
+        self._may_break = may_break
         if self._published is not None:
             self._leave(self._published)
             self._published = None
@@ -359,8 +360,9 @@ class Heartbeat:
         return None
 
     def _lose_lock(self) -> None:
-        self._lock = None
-        self._lock_broke_at = self._clock.monotonic()
+        lock, self._lock = self._lock, None
+        if lock is not None and lock.of_connection:
+            self._lock_broke_at = self._clock.monotonic()
 
     def _take_lock(self, session: LiveSession) -> None:
         """Takes a lock beside the beats, which never wait for one."""
@@ -592,8 +594,7 @@ class Heartbeat:
             self._published = abandoned
         else:
             self._leave(abandoned)
-        if self._lock is not None:
-            self._lose_lock()
+        self._lose_lock()
         return error
 
     def _leave(self, store: LeaseStore) -> None:

@@ -316,7 +316,7 @@ class _FileLocks(LivenessLocks):
             return None
         self._descriptor, self._path = descriptor, path
         _holding.add(self)
-        return LivenessLock(server=server, number=number)
+        return LivenessLock(server=server, number=number, of_connection=False)
 
     async def released(self, locks: Mapping[str, LivenessLock]) -> set[str]:
         return {
