@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from a2a.server.agent_execution import AgentExecutor, RequestContextBuilder
+    from a2a.server.cluster import StoredTask
     from a2a.server.context import ServerCallContext
     from a2a.server.events.event_queue import Event
     from a2a.server.owner_resolver import OwnerResolver
@@ -901,15 +902,28 @@ class LeasedRequestHandler(DefaultRequestHandlerV2):
                     f'on task {task_id}. Ask for the task again; another '
                     f'replica takes over.'
                 )
-            async with aclosing(
-                self._follow_turn(turn, context, after=turn.shown.version)
-            ) as events:
-                async for _ in events:
-                    pass
-        final = await self._stored(turn, params, context)
-        if final is None:
+            stored = await self._followed(turn, context)
+        if stored is None:
             raise TaskNotFoundError
-        return final
+        return apply_history_length(stored.task, params.configuration)
+
+    async def _followed(
+        self, turn: Turn, context: ServerCallContext
+    ) -> StoredTask | None:
+        """Returns the task when it has come to rest elsewhere."""
+        after = turn.shown.version
+        while True:
+            rests = False
+            async with aclosing(
+                self._follow_turn(turn, context, after=after)
+            ) as events:
+                async for event in events:
+                    rests = ends_stream(event)
+            stored = await self._tasks.get(turn.lease.task_id, context)
+            if stored is None or not rests or ends_stream(stored.task):
+                return stored
+            # The next message did not wait.
+            after = stored.version
 
     def _follow_turn(
         self, turn: Turn, context: ServerCallContext, *, after: TaskVersion

@@ -1160,6 +1160,14 @@ MUTANTS = [
         only='6005306',
     ),
     Mutant(
+        'a client that waits gets a task that has gone on',
+        'handler.py',
+        'if stored is None or not rests or ends_stream(stored.task):',
+        'if True:',
+        ('tests/simulation',),
+        '11000095',
+    ),
+    Mutant(
         'a cancel of what is recovered leaves its lease',
         'recovery/claim.py',
         'def canceled(self)',

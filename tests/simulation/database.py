@@ -118,6 +118,8 @@ class Line:
         """Those that this process opened."""
         self.ghosts: set[_Lock] = set()
         """Locks of connections whose end the database has not heard of."""
+        self.unheard: set[_Lock] = set()
+        """Those of connections whose end this process has not heard of."""
 
     # Connections that hold a lock.
 
@@ -139,9 +141,19 @@ class Line:
     def break_all(self) -> None:
         """Ends all connections of this process."""
         self._database.locks -= {
-            lock for lock in self._database.locks if lock[0] in self.sessions
+            lock for lock in self._database.locks if self.owns(lock)
         }
         self.ghosts.clear()
+
+    def lose_unheard(self) -> None:
+        """Ends the connections that hold a lock, without a word here."""
+        lost = {lock for lock in self._database.locks if self.owns(lock)}
+        self._database.locks -= lost
+        self.unheard |= lost
+
+    def owns(self, lock: _Lock) -> bool:
+        """Whether a session of this process took it."""
+        return lock[0] in self.sessions
 
     async def call(
         self, work: Callable[[], Awaitable[_T]], *, writes: bool = False
@@ -217,6 +229,7 @@ class _Locking:
     async def renew(
         self, session_id: str, *, lock: LivenessLock | None = None
     ) -> Renewal | None:
+        await self.heard()
         if lock is not None and (
             self.held is None or not self.line.holds(self.held)
         ):
@@ -244,6 +257,7 @@ class _Locking:
         return lock
 
     async def released_locks(self, sessions: Sequence[Session]) -> set[str]:
+        await self.heard()
         if self.held is None or not self.line.holds(self.held):
             raise ConnectionResetError('the lock is gone')
 
@@ -260,8 +274,14 @@ class _Locking:
     async def close(self) -> None:
         self.let_go()
 
+    async def heard(self) -> None:
+        """Waits for ever on a connection that ended without a word."""
+        if self.held in self.line.unheard:
+            await asyncio.Event().wait()
+
     def let_go(self) -> None:
         if self.held is not None:
+            self.line.unheard.discard(self.held)
             self.line.let_go(self.held)
             self.held = None
 
@@ -271,9 +291,10 @@ def leases_over(line: Line, database: Database) -> LeaseStore:
     store = database.leases
 
     def over(name: str) -> Callable[..., Awaitable[Any]]:
-        async def method(_: Any, *args: Any, **rest: Any) -> Any:
+        async def method(self: Any, *args: Any, **rest: Any) -> Any:
             if name == 'open_session':
                 line.sessions.add(rest['session_id'])
+            await self.heard()
             return await line.call(
                 lambda: getattr(store, name)(*args, **rest),
                 writes=name not in _READS,

@@ -22,8 +22,8 @@ class Action:
     kind: str
     """Of a client: `talk` (and stream), `ask` (and wait), `again` (the first
     message), `hurry` (the last one, for its task), `listen`, `cancel`. Of a
-    process: `kill`, `term`, `stop`, `block`, `cut`, `reset`, `lossy`. Of the database:
-    `down`, `freeze`."""
+    process: `kill`, `term`, `stop`, `block`, `cut`, `reset`, `unheard`,
+    `lossy`. Of the database: `down`, `freeze`."""
     who: int
     """Which client, or which process."""
     seconds: float = 0.0
@@ -122,6 +122,7 @@ _FAULTS: list[tuple[str, float]] = [
     ('block', 2),
     ('cut', 2),
     ('reset', 2),
+    ('unheard', 1),
     ('lossy', 2),
     ('down', 1),
     ('freeze', 1),

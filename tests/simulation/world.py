@@ -604,6 +604,11 @@ class World:
         replica.line.cuts -= 1
         replica.refusals.append((began, self.loop.time()))
 
+    async def _unheard(self, action: Action) -> None:
+        """The database ends what beats, and the process hears nothing."""
+        self.trouble = True
+        self._process(action).line.lose_unheard()
+
     async def _lossy(self, action: Action) -> None:
         replica = self._process(action)
         self.trouble = replica.disturbed = True
