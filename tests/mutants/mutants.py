@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         'others are judged without an own beat',
         'replica/heartbeat.py',
-        'if beat is Beat.RENEWED:\n            now',
-        'if True:\n            now',
+        'if beat is Beat.RENEWED:',
+        'if True:',
         HEARTBEAT,
     ),
     Mutant(
@@ -1221,8 +1221,15 @@ MUTANTS = [
     Mutant(
         'a store that was given up lets go before the next beat',
         'replica/heartbeat.py',
-        'if self._lock is not None and self._published is None:',
-        'if False:',
+        'if self._lock is None:',
+        'if True:',
+        CERTIFICATE,
+    ),
+    Mutant(
+        'a lock goes while a beat that tells of it may land',
+        'replica/heartbeat.py',
+        'each for each in self._published if each[1].done()',
+        'each for each in self._published',
         CERTIFICATE,
     ),
     Mutant(
@@ -1256,13 +1263,6 @@ MUTANTS = [
         'await asyncio.wait({first})',
         ('tests/replica/test_connections.py',),
         'half_open and postgresql',
-    ),
-    Mutant(
-        'a lock is left before the beat that tells of none',
-        'replica/heartbeat.py',
-        'self._leave(self._store)\n            self._store = other',
-        'self._store = other',
-        CERTIFICATE,
     ),
     Mutant(
         'a lock of the process goes with a beat that fails',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from a2a_lease import InMemoryLeaseStore, LeaseSettings
 from a2a_lease.model import LivenessLock, SessionState
 from a2a_lease.replica.replica import Replica
-from a2a_lease.testing.conformance import SERVICE, acquire, open_session
+from a2a_lease.testing.conformance import SERVICE, acquire
 from replica.test_heartbeat import Ears, until
 
 
@@ -98,7 +99,14 @@ async def judge(store: Locked, ears: Ears) -> AsyncIterator[Replica]:
 
 async def _silent(store: Locked, *, server: str = 'one') -> str:
     """Returns a session that beat once, with a lock."""
-    session_id = await open_session(store)
+    session_id = uuid.uuid4().hex
+    await store.open_session(
+        session_id=session_id,
+        service=SERVICE,
+        ttl=SETTINGS.ttl,
+        heartbeat_interval=SETTINGS.heartbeat_interval,
+        label='silent',
+    )
     await acquire(store, session_id)
     store.held.add(session_id)
     lock = LivenessLock(server=server, number=1)
@@ -238,14 +246,17 @@ class Lines(Locked):
         return line
 
     async def answer(self, call: str) -> None:
-        if not self.number and call in self.unanswered:
+        while not self.number and call in self.unanswered:
             self.asked.add(call)
-            await asyncio.Event().wait()
+            await asyncio.sleep(0.01)
 
     async def renew(self, session_id, *, lock=None):
         await self.answer('renew')
         renewal = await super().renew(session_id, lock=lock)
-        self.order.append('beat' if lock is None else 'beat with a lock')
+        if 'renew' in self.asked and not self.number:
+            self.order.append('late beat')
+        else:
+            self.order.append('beat' if lock is None else 'beat with a lock')
         return renewal
 
     async def look(self, *arguments, **options):
@@ -298,9 +309,15 @@ async def test_a_beat_without_an_answer_is_sent_again(lines):
     await until(has_another_lock)
     assert replica.session is session
     assert not session.ended
-    # Another connection tells that there is no lock before one is taken.
+    # Another connection tells that there is no lock before one is taken. The
+    # old one is kept: the beat that it has may land yet, and tell of its lock.
     after = store.order[store.order.index('new') :]
-    assert after[:3] == ['new', 'beat', 'close 0']
+    assert after[:2] == ['new', 'beat']
+    assert 'close 0' not in store.order
+    store.unanswered.clear()
+    await until(lambda: 'close 0' in store.order)
+    late = store.order.index('late beat')
+    assert store.order.index('close 0') > late + 1
 
 
 @pytest.mark.parametrize('call', ['look', 'released_locks', 'cancel_requests'])
@@ -338,5 +355,5 @@ async def test_a_beat_that_is_given_up_keeps_its_lock_until_the_next(
     store.unanswered.add('look')
     await until(lambda: 'close 0' in store.order)
     after = store.order[store.order.index('new') :]
-    assert after[:3] == ['new', 'beat', 'close 0']
+    assert 'beat' in after[: after.index('close 0')]
     await replica.close(timeout=5)

@@ -62,8 +62,14 @@ def _was_silent(replica: Replica) -> bool:
             spans[-1][1] = max(spans[-1][1], ended)
         else:
             spans.append([began, ended])
-    return any(ended - began >= SILENT for began, ended in spans) or any(
-        ended - began >= REFUSED for began, ended in replica.refusals
+    return (
+        any(ended - began >= SILENT for began, ended in spans)
+        or any(ended - began >= REFUSED for began, ended in replica.refusals)
+        or any(
+            began - REFUSED <= at and ended - max(began, at) >= REFUSED
+            for began, ended in spans
+            for at in replica.unheard
+        )
     )
 
 

@@ -147,6 +147,8 @@ class Replica:
         """From when to when it was stopped, or cut off."""
         self.refusals: list[tuple[float, float]] = []
         """From when to when its connections were broken."""
+        self.unheard: list[float] = []
+        """When the database ended a connection without a word."""
         self.stubborn = False
         """Whether an agent ignored its cancellation there."""
         self.disturbed = False
@@ -607,7 +609,9 @@ class World:
     async def _unheard(self, action: Action) -> None:
         """The database ends what beats, and the process hears nothing."""
         self.trouble = True
-        self._process(action).line.lose_unheard()
+        replica = self._process(action)
+        replica.line.lose_unheard()
+        replica.unheard.append(self.loop.time())
 
     async def _lossy(self, action: Action) -> None:
         replica = self._process(action)

@@ -129,8 +129,9 @@ class Heartbeat:
         self._lock_broke_at = float('-inf')
         self._may_break = False
         """Whether others may have read of a lock that can go before us."""
-        self._published: LeaseStore | None = None
-        """A store that was given up, and whose lock is published yet."""
+        self._published: list[tuple[LeaseStore, asyncio.Future[Any]]] = []
+        """Stores that were given up, of whose locks others may read yet, each
+        with the call that it has not answered."""
 
     # The thread.
 
@@ -184,8 +185,8 @@ class Heartbeat:
                 logger.exception('A round of the heartbeat failed.')
                 beat = Beat.UNKNOWN
             if beat is Beat.UNKNOWN:
-                pause = retry
-                retry = min(self._settings.heartbeat_interval, retry * 2)
+                pause = min(retry, self._longest_pause)
+                retry = pause * 2
             else:
                 retry = _FIRST_RETRY
                 pause -= self._clock.monotonic() - began
@@ -195,6 +196,18 @@ class Heartbeat:
                     async with asyncio.timeout(pause):
                         await self._wake.wait()
         await self._end()
+
+    @property
+    def _longest_pause(self) -> float:
+        """Seconds between two tries of a beat that does not land.
+
+        Those who see the lock free wait for a beat for a few intervals only.
+        """
+        interval = self._settings.heartbeat_interval
+        session = self.session
+        if self._may_break and session and session.silence < 4 * interval:
+            return interval / 8
+        return interval
 
     async def run_once(self) -> Beat:
         """One round: the own beat, and if it landed, a look at the others."""
@@ -293,6 +306,8 @@ class Heartbeat:
     async def _renew(self, session: LiveSession) -> Renewal | None:
         """Beats, with the lock if there is one."""
         lock = self._lock
+        # What comes after them tells of what is now.
+        outdated = [each for each in self._published if each[1].done()]
         may_break = lock is not None and lock.of_connection
         self._may_break = self._may_break or may_break
         beat = self._store.renew(session.id, lock=lock)
@@ -306,11 +321,10 @@ class Heartbeat:
             if may_break and self._lock is lock:
                 self._lose_lock()
             raise
-        # The first of two beats may land yet.
-        self._may_break = may_break
-        if self._published is not None:
-            self._leave(self._published)
-            self._published = None
+        for each in outdated:
+            self._published.remove(each)
+            self._leave(each[0])
+        self._may_break = may_break or bool(self._published)
         if self._lock is None and renewal is not None:
             self._take_lock(session)
         return renewal
@@ -330,34 +344,37 @@ class Heartbeat:
             return first.result()
         other = self._source.detached()
         second = asyncio.ensure_future(other.renew(session.id))
-        landed = await self._first_to_land(first, second)
-        for each in (first, second):
-            each.cancel()
-            self._abandon(each)
-        if landed is second:
-            self._leave(self._store)
-            self._store = other
-            self._lose_lock()
-            return second.result()
-        self._leave(other)
-        if first.done():
+        answered = await self._answer(first, second)
+        if answered is first:
+            second.cancel()
+            self._abandon(second)
+            self._leave(other)
             return first.result()
-        raise self._give_up(self._store)
+        # The first one may land yet, and tell of the lock again.
+        asyncio.get_running_loop().call_later(
+            self._settings.beat_timeout, first.cancel
+        )
+        self._abandon(first)
+        self._go_over_to(other, unanswered=first)
+        return self._result(second, other)
 
-    async def _first_to_land(
-        self, *beats: asyncio.Future[Renewal | None]
-    ) -> asyncio.Future[Renewal | None] | None:
-        left = set(beats)
+    async def _answer(
+        self,
+        first: asyncio.Future[Renewal | None],
+        second: asyncio.Future[Renewal | None],
+    ) -> asyncio.Future[Renewal | None]:
+        """Waits for a beat that lands, or for what became of the second."""
+        waits = {first, second}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.beat_timeout):
-                while left:
-                    done, left = await asyncio.wait(
-                        left, return_when=asyncio.FIRST_COMPLETED
+                while not second.done():
+                    await asyncio.wait(
+                        waits, return_when=asyncio.FIRST_COMPLETED
                     )
-                    for beat in done:
-                        if beat.exception() is None:
-                            return beat
-        return None
+                    if first.done() and first.exception() is None:
+                        return first
+                    waits = {each for each in waits if not each.done()}
+        return second
 
     def _lose_lock(self) -> None:
         lock, self._lock = self._lock, None
@@ -377,11 +394,18 @@ class Heartbeat:
         store, number = self._store, self._locks_taken
 
         async def take() -> None:
+            taking = asyncio.ensure_future(
+                store.take_liveness_lock(session.id, number=number)
+            )
             try:
-                async with asyncio.timeout(self._settings.beat_timeout):
-                    lock = await store.take_liveness_lock(
-                        session.id, number=number
-                    )
+                await asyncio.wait(
+                    {taking}, timeout=self._settings.beat_timeout
+                )
+                if not taking.done():
+                    taking.cancel()
+                    self._abandon(taking)
+                    return
+                lock = taking.result()
             except Exception as error:
                 logger.debug('There is no lock: %r', error, exc_info=True)
                 return
@@ -450,8 +474,8 @@ class Heartbeat:
                     extra={'session_id': session.id},
                 )
         await self._close_store(self._store)
-        if self._published is not None:
-            await self._close_store(self._published)
+        for store, _ in self._published:
+            await self._close_store(store)
 
     # The others.
 
@@ -577,9 +601,11 @@ class Heartbeat:
             return task.result()
         task.cancel()
         self._abandon(task)
-        raise self._give_up(store)
+        raise self._give_up(store, task)
 
-    def _give_up(self, abandoned: LeaseStore) -> _GivenUpError:
+    def _give_up(
+        self, abandoned: LeaseStore, call: asyncio.Future[Any]
+    ) -> _GivenUpError:
         """Goes on over a new connection."""
         error = _GivenUpError(
             f'The database gave no answer for {self._settings.beat_timeout:g} '
@@ -587,15 +613,20 @@ class Heartbeat:
         )
         if abandoned is not self._store:
             return error
-        self._store = self._source.detached()
-        if self._lock is not None and self._published is None:
-            # Closing it frees the lock, and others may see that before a beat
-            # tells them that there is none.
-            self._published = abandoned
-        else:
-            self._leave(abandoned)
-        self._lose_lock()
+        self._go_over_to(self._source.detached(), unanswered=call)
         return error
+
+    def _go_over_to(
+        self, store: LeaseStore, *, unanswered: asyncio.Future[Any]
+    ) -> None:
+        old, self._store = self._store, store
+        if self._lock is None:
+            self._leave(old)
+        else:
+            # Closing it frees its lock, and others may see that before a beat
+            # tells them that there is none.
+            self._published.append((old, unanswered))
+        self._lose_lock()
 
     def _leave(self, store: LeaseStore) -> None:
         self._abandon(asyncio.ensure_future(self._close_store(store)))

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 SETTINGS = {
-    'ttl': 4.0,
-    'heartbeat_interval': 0.4,
-    'sweep_interval': 0.4,
+    'ttl': 5.0,
+    'heartbeat_interval': 0.5,
+    'sweep_interval': 0.5,
     'acquire_timeout': 20.0,
     'drain_timeout': 1.0,
     'stop_timeout': 2.0,
 }
 TTL = SETTINGS['ttl']
+INTERVAL = SETTINGS['heartbeat_interval']
 SLACK = 2.0
 """Seconds in which a beat lands once nothing is in its way any more."""
 _CLOCKS = '/usr/lib/*/faketime/libfaketimeMT.so.1'
@@ -46,6 +47,8 @@ class Life:
     told_to_end: bool = False
     silences: list[tuple[float, float | None]] = field(default_factory=list)
     """From when to when it was stopped, or away from its database."""
+    breaks: list[float] = field(default_factory=list)
+    """When its connections were broken."""
 
     @property
     def is_over(self) -> bool:
@@ -69,25 +72,39 @@ class Life:
             self.silences[number] = began, time.time()
 
     def may_count_as_dead(self) -> bool:
-        """Whether it was killed, or silent for as long as that takes."""
-        if self.was_killed or self.told_to_end:
-            return True
-        return self.was_silent(TTL - SLACK)
+        """Whether it was killed, or silent for as long as that takes.
+
+        Less is enough if its connections were broken, since its lock is free.
+        """
+        return (
+            self.was_killed
+            or self.told_to_end
+            or self.was_silent(TTL - SLACK)
+            or any(
+                ended - max(began, at) >= INTERVAL and at >= began - SLACK
+                for began, ended in self._spans()
+                for at in self.breaks
+            )
+        )
 
     def was_silent(self, seconds: float) -> bool:
-        """Whether it was not heard for so many seconds.
+        """Whether it was not heard for so many seconds."""
+        return any(ended - began >= seconds for began, ended in self._spans())
 
-        Silences with less between them than a beat may need count as one.
+    def _spans(self) -> list[tuple[float, float]]:
+        """Returns its silences.
+
+        Those with less between them than a beat may need are one.
         """
         now = time.time()
-        began = ended = 0.0
-        for start, end in sorted(self.silences, key=lambda each: each[0]):
-            if start > ended + SLACK:
-                began = start
-            ended = max(ended, end or now)
-            if ended - began >= seconds:
-                return True
-        return False
+        spans: list[tuple[float, float]] = []
+        for began, ended in sorted(self.silences, key=lambda each: each[0]):
+            if spans and began <= spans[-1][1] + SLACK:
+                first, last = spans.pop()
+                spans.append((first, max(ended or now, last)))
+            else:
+                spans.append((began, ended or now))
+        return spans
 
 
 class Fleet:

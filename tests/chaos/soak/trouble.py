@@ -8,9 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from a2a_lease.outage import is_outage
 from chaos.soak.fleet import TTL, Fleet, Life
 from chaos.writes import frozen
 from support.databases import can_begin, drop_connections
@@ -18,6 +20,7 @@ from support.databases import can_begin, drop_connections
 
 if TYPE_CHECKING:
     from support.databases import Database
+    from support.proxy import Proxy
 
 
 _Trouble = Callable[[], Awaitable[None]]
@@ -55,7 +58,9 @@ class Troubles:
                 await asyncio.sleep(self._chance.expovariate(1 / every))
                 name, weight = zip(*kinds.items(), strict=True)
                 [kind] = self._chance.choices(name, [w for w, _ in weight])
-                task = asyncio.create_task(self._one(kind, kinds[kind][1]))
+                task = asyncio.create_task(
+                    self._one(kind, kinds[kind][1]), name=kind
+                )
                 self._under_way.add(task)
                 task.add_done_callback(self._under_way.discard)
         finally:
@@ -63,14 +68,29 @@ class Troubles:
             await self._engine.dispose()
 
     async def _one(self, kind: str, trouble: _Trouble) -> None:
+        self._note('begins')
         try:
             await trouble()
         except _NotNow:
             return
         except Exception as error:
-            self.faults.append(f'{kind}: {error!r}')
+            if is_outage(error):
+                # It met another one.
+                self.counts[f'{kind}, cut short'] += 1
+            else:
+                self.faults.append(f'{kind}: {error!r}')
             return
+        finally:
+            self._note('ends')
         self.counts[kind] += 1
+
+    def _note(self, what: str) -> None:
+        """Writes down what happens, beside the logs of the replicas."""
+        task = asyncio.current_task()
+        assert task is not None
+        now = datetime.now(tz=UTC).isoformat(timespec='milliseconds')
+        with (self._fleet.folder / 'troubles.log').open('a') as file:
+            file.write(f'{now} {task.get_name()}: {what}\n')
 
     def _kinds(self) -> dict[str, tuple[float, _Trouble]]:
         kinds: dict[str, tuple[float, _Trouble]] = {
@@ -110,7 +130,9 @@ class Troubles:
         ]
         if len(able) < (2 if spare else 1):
             raise _NotNow
-        return self._chance.choice(able)
+        life = self._chance.choice(able)
+        self._note(f'replica {life.number}, process {life.pid}')
+        return life
 
     @contextmanager
     def _keeping(self, life: Life) -> Generator[Life]:
@@ -163,14 +185,19 @@ class Troubles:
     # Lines.
 
     async def _drop(self) -> None:
-        self._fleet.proxies[self._somebody().number].drop()
+        self._proxy(self._somebody()).drop()
 
     async def _reset(self) -> None:
-        self._fleet.proxies[self._somebody().number].reset()
+        self._proxy(self._somebody()).reset()
+
+    def _proxy(self, life: Life) -> Proxy:
+        """Returns the line of a process, which is about to break."""
+        life.breaks.append(time.time())
+        return self._fleet.proxies[life.number]
 
     async def _half_open(self) -> None:
         with self._keeping(self._somebody()) as life:
-            async with self._fleet.proxies[life.number].half_open():
+            async with self._proxy(life).half_open():
                 await asyncio.sleep(self._chance.uniform(1, 3) * TTL)
 
     async def _stall_briefly(self) -> None:
@@ -186,7 +213,7 @@ class Troubles:
 
     async def _refuse(self) -> None:
         with self._keeping(self._somebody(spare=True)) as life, life.silent():
-            async with self._fleet.proxies[life.number].refusing():
+            async with self._proxy(life).refusing():
                 await asyncio.sleep(self._chance.uniform(0.5, 2) * TTL)
 
     # The database.
@@ -222,6 +249,8 @@ class Troubles:
         await self._away(restart)
 
     async def _kill_all(self) -> None:
+        for life in self._fleet.lives:
+            life.breaks.append(time.time())
         await drop_connections(self._engine, self._database.kind)
 
 
