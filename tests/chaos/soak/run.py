@@ -76,7 +76,9 @@ class Soak:
                 webhook(self.checker.hear)
             )
             stack.push_async_callback(self.fleet.close)
-            await self.fleet.start({'mixed': {'max_attempts': MAX_ATTEMPTS}})
+            await self.fleet.start(
+                {'mixed': {'max_attempts': MAX_ATTEMPTS, 'backoff': 0.2}}
+            )
             customers = Customers(
                 self.fleet,
                 webhook_url,
