@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from sqlalchemy import text
 
 from a2a_lease.demo.webserver import webhook
-from chaos.soak.checker import MAX_ATTEMPTS, Checker, Detection
+from chaos.soak.checker import Checker, Detection
 from chaos.soak.customers import Customers
 from chaos.soak.fleet import SETTINGS, TTL, Fleet
 from chaos.soak.trouble import Troubles
+from chaos.soak.verdict import MAX_ATTEMPTS
 
 
 if TYPE_CHECKING:
