@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -237,6 +238,9 @@ class Lines(Locked):
         self.order: list[str] = []
         """What became of connections."""
         self.asked: set[str] = set()
+        self.takes: dict[str, float] = {}
+        """Seconds for a beat of a session."""
+        self.landed: Counter[str] = Counter()
 
     def detached(self):
         line = Lines(self.lines)
@@ -252,7 +256,9 @@ class Lines(Locked):
 
     async def renew(self, session_id, *, lock=None):
         await self.answer('renew')
+        await asyncio.sleep(self.takes.get(session_id, 0.0))
         renewal = await super().renew(session_id, lock=lock)
+        self.landed[session_id] += 1
         if 'renew' in self.asked and not self.number:
             self.order.append('late beat')
         else:
@@ -357,3 +363,33 @@ async def test_a_beat_that_is_given_up_keeps_its_lock_until_the_next(
     after = store.order[store.order.index('new') :]
     assert 'beat' in after[: after.index('close 0')]
     await replica.close(timeout=5)
+
+
+async def test_a_beat_that_was_given_up_counts_when_it_lands(ears: Ears):
+    """A process that gets little time is slow to connect, each time anew."""
+    settings = LeaseSettings(
+        ttl=1.0, heartbeat_interval=0.1, sweep_interval=0.1, stop_timeout=1.0
+    )
+    store = Lines()
+    judge = Replica(store, settings, SERVICE, listener=ears)
+    await judge.start()
+    replica = Replica(store, settings, SERVICE, listener=Ears())
+    await replica.start()
+    session = replica.session
+    # Longer than until it is given up, shorter than until others fence it.
+    store.takes[session.id] = 1.5 * settings.beat_timeout
+
+    async def beats():
+        return store.landed[session.id]
+
+    before = await beats()
+
+    async def goes_on():
+        return await beats() > before + 5
+
+    await until(goes_on)
+    assert replica.session is session
+    assert not session.ended
+    store.takes.clear()
+    for each in (judge, replica):
+        await each.close(timeout=5)

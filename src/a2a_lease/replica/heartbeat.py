@@ -10,10 +10,11 @@ import threading
 import uuid
 import weakref
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from a2a_lease.errors import LeaseError
 from a2a_lease.outage import insist
+from a2a_lease.replica.line import Line
 from a2a_lease.replica.session import LiveSession
 from a2a_lease.replica.watcher import Watcher
 
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from a2a_lease.model import (
-        LivenessLock,
         Look,
-        Renewal,
         Session,
         TaskLease,
     )
@@ -65,10 +64,6 @@ class Beat(Enum):
     UNKNOWN = auto()
 
 
-class _GivenUpError(LeaseError):
-    pass
-
-
 class Heartbeat:
     """Keeps this replica's session, on a thread, loop and connection apart.
 
@@ -97,8 +92,8 @@ class Heartbeat:
             clock: The time.
             on_session: Called with each new session, on the thread.
         """
-        self._source = store
-        self._store = store
+        self._wake = asyncio.Event()
+        self._line = Line(store, settings, clock, on_lock=self._wake.set)
         self._settings = settings
         self._service = service
         self._label = label
@@ -106,13 +101,11 @@ class Heartbeat:
         self._clock = clock
         self._on_session = on_session
         self._watcher = Watcher(settings)
-        self._abandoned: set[asyncio.Future[Any]] = set()
         self._notices = 0
         """How many cancels the last beat told of."""
         self._notices_read = 0
         self._looked_at = float('-inf')
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake = asyncio.Event()
         self._stopping = False
         self._opening: LiveSession | None = None
         self.session: LiveSession | None = None
@@ -120,18 +113,6 @@ class Heartbeat:
         """Held while something is under way, which a fork must not copy."""
         self.failures = 0
         """Beats in a row that did not land."""
-        self._lock: LivenessLock | None = None
-        """What the store holds, and the beats publish."""
-        self._locks_taken = 0
-        self._next_lock_at = float('-inf')
-        self._lock_pause = settings.heartbeat_interval
-        self._taking: asyncio.Task[None] | None = None
-        self._lock_broke_at = float('-inf')
-        self._may_break = False
-        """Whether others may have read of a lock that can go before us."""
-        self._published: list[tuple[LeaseStore, asyncio.Future[Any]]] = []
-        """Stores that were given up, of whose locks others may read yet, each
-        with the call that it has not answered."""
 
     # The thread.
 
@@ -166,11 +147,11 @@ class Heartbeat:
         """Beats until `stop`, on the loop that runs."""
         self._loop = asyncio.get_running_loop()
         try:
-            self._store = self._source.detached()
+            self._line.open()
             _living.add(self)
             await self._join()
         except Exception as error:  # noqa: BLE001 - told to whoever starts us
-            await self._close_store(self._store)
+            await self._line.close()
             started(error)
             return
         started(None)
@@ -205,7 +186,7 @@ class Heartbeat:
         """
         interval = self._settings.heartbeat_interval
         session = self.session
-        if self._may_break and session and session.silence < 4 * interval:
+        if self._line.may_break and session and session.silence < 4 * interval:
             return interval / 8
         return interval
 
@@ -248,9 +229,9 @@ class Heartbeat:
             uuid.uuid4().hex, trust=self._settings.trust, clock=self._clock
         )
         self._opening = session
-        self._lock = None
-        await self._bounded(
-            self._store.open_session(
+        self._line.start_anew()
+        await self._line.call(
+            self._line.store.open_session(
                 session_id=session.id,
                 service=self._service,
                 ttl=self._settings.ttl,
@@ -259,14 +240,13 @@ class Heartbeat:
             )
         )
         self._notices = self._notices_read = 0
-        sent_at = self._clock.monotonic()
-        renewal = await self._renew(session)
+        landed = await self._line.beat(session)
         self._opening = None
-        if renewal is None:
+        if landed.renewal is None:
             raise LeaseError(
                 f'Session {session.id} was gone as soon as it was opened.'
             )
-        session.confirm(sent_at=sent_at)
+        session.confirm(sent_at=landed.sent_at)
         self.session = session
         self._on_session(session)
 
@@ -276,8 +256,7 @@ class Heartbeat:
             if session is None or session.ended:
                 await self._open()
                 return Beat.RENEWED
-            sent_at = self._clock.monotonic()
-            renewal = await self._renew(session)
+            landed = await self._line.beat(session)
         except Exception as error:  # noqa: BLE001 - the outcome is unknown
             self.failures += 1
             level = logging.DEBUG if self.failures == 1 else logging.WARNING
@@ -293,132 +272,15 @@ class Heartbeat:
                 },
             )
             return Beat.UNKNOWN
-        if renewal is None:
+        if landed.renewal is None:
             await self._lose(session)
             return Beat.LOST
         if self.failures > 1:
             logger.info('Beats land again, after %d failures.', self.failures)
         self.failures = 0
-        session.confirm(sent_at=sent_at)
-        self._notices = renewal.notices
+        session.confirm(sent_at=landed.sent_at)
+        self._notices = landed.renewal.notices
         return Beat.RENEWED
-
-    async def _renew(self, session: LiveSession) -> Renewal | None:
-        """Beats, with the lock if there is one."""
-        lock = self._lock
-        # What comes after them tells of what is now.
-        outdated = [each for each in self._published if each[1].done()]
-        may_break = lock is not None and lock.of_connection
-        self._may_break = self._may_break or may_break
-        beat = self._store.renew(session.id, lock=lock)
-        try:
-            renewal = await (
-                self._once_more(session, beat)
-                if self._may_break
-                else self._bounded(beat)
-            )
-        except Exception:
-            if may_break and self._lock is lock:
-                self._lose_lock()
-            raise
-        for each in outdated:
-            self._published.remove(each)
-            self._leave(each[0])
-        self._may_break = may_break or bool(self._published)
-        if self._lock is None and renewal is not None:
-            self._take_lock(session)
-        return renewal
-
-    async def _once_more(
-        self, session: LiveSession, beat: Coroutine[None, None, Renewal | None]
-    ) -> Renewal | None:
-        """Beats a second time, on another connection, if no answer comes soon.
-
-        The server may have closed the one that waits, and freed its lock, of
-        which nothing is heard here. Others would take this replica for dead
-        long before the beat is given up.
-        """
-        first = asyncio.ensure_future(beat)
-        await asyncio.wait({first}, timeout=self._soon)
-        if first.done():
-            return first.result()
-        other = self._source.detached()
-        second = asyncio.ensure_future(other.renew(session.id))
-        answered = await self._answer(first, second)
-        if answered is first:
-            second.cancel()
-            self._abandon(second)
-            self._leave(other)
-            return first.result()
-        # The first one may land yet, and tell of the lock again.
-        asyncio.get_running_loop().call_later(
-            self._settings.beat_timeout, first.cancel
-        )
-        self._abandon(first)
-        self._go_over_to(other, unanswered=first)
-        return self._result(second, other)
-
-    async def _answer(
-        self,
-        first: asyncio.Future[Renewal | None],
-        second: asyncio.Future[Renewal | None],
-    ) -> asyncio.Future[Renewal | None]:
-        """Waits for a beat that lands, or for what became of the second."""
-        waits = {first, second}
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.beat_timeout):
-                while not second.done():
-                    await asyncio.wait(
-                        waits, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if first.done() and first.exception() is None:
-                        return first
-                    waits = {each for each in waits if not each.done()}
-        return second
-
-    def _lose_lock(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None and lock.of_connection:
-            self._lock_broke_at = self._clock.monotonic()
-
-    def _take_lock(self, session: LiveSession) -> None:
-        """Takes a lock beside the beats, which never wait for one."""
-        if not self._settings.liveness_lock:
-            return
-        now = self._clock.monotonic()
-        if self._taking is not None or now < self._next_lock_at:
-            return
-        self._next_lock_at = now + self._lock_pause
-        self._lock_pause = min(self._settings.ttl, self._lock_pause * 2)
-        self._locks_taken += 1
-        store, number = self._store, self._locks_taken
-
-        async def take() -> None:
-            taking = asyncio.ensure_future(
-                store.take_liveness_lock(session.id, number=number)
-            )
-            try:
-                await asyncio.wait(
-                    {taking}, timeout=self._settings.beat_timeout
-                )
-                if not taking.done():
-                    taking.cancel()
-                    self._abandon(taking)
-                    return
-                lock = taking.result()
-            except Exception as error:
-                logger.debug('There is no lock: %r', error, exc_info=True)
-                return
-            finally:
-                self._taking = None
-            if lock is None or store is not self._store or session.ended:
-                return
-            self._lock = lock
-            self._lock_pause = self._settings.heartbeat_interval
-            self._wake.set()
-
-        self._taking = asyncio.ensure_future(take())
-        self._abandon(self._taking)
 
     async def _take_notices(self) -> None:
         session, notices = self.session, self._notices
@@ -426,7 +288,7 @@ class Heartbeat:
             return
         try:
             leases = await self._between_beats(
-                self._store.cancel_requests(self._service, session.id)
+                self._line.store.cancel_requests(self._service, session.id)
             )
         except Exception:
             logger.debug('Reading cancels is tried again.', exc_info=True)
@@ -459,8 +321,8 @@ class Heartbeat:
             session.ended = True
             try:
                 await insist(
-                    lambda: self._bounded(
-                        self._store.close_session(session.id)
+                    lambda: self._line.call(
+                        self._line.store.close_session(session.id)
                     ),
                     timeout=self._settings.stop_timeout,
                 )
@@ -473,9 +335,7 @@ class Heartbeat:
                     error or type(error).__name__,
                     extra={'session_id': session.id},
                 )
-        await self._close_store(self._store)
-        for store, _ in self._published:
-            await self._close_store(store)
+        await self._line.close()
 
     # The others.
 
@@ -486,7 +346,7 @@ class Heartbeat:
         everyone = self._watcher.wants_everyone(now)
         try:
             look = await self._between_beats(
-                self._store.look(
+                self._line.store.look(
                     self._service,
                     session.id,
                     everyone=everyone,
@@ -500,19 +360,21 @@ class Heartbeat:
             ended = look.ended
             for verdict in verdicts:
                 if await self._between_beats(
-                    self._store.fence(
+                    self._line.store.fence(
                         verdict.session.id, beat=verdict.session.beat
                     )
                 ):
                     self._report(verdict)
             if verdicts:
                 look = await self._between_beats(
-                    self._store.look(self._service, session.id, everyone=False)
+                    self._line.store.look(
+                        self._service, session.id, everyone=False
+                    )
                 )
                 ended = look.ended
             if everyone:
                 await self._between_beats(
-                    self._store.prune_sessions(
+                    self._line.store.prune_sessions(
                         self._service, older_than=_KEEP_SESSIONS
                     )
                 )
@@ -524,9 +386,9 @@ class Heartbeat:
 
     async def _certified(self, look: Look, now: float) -> list[Verdict]:
         """Says whose process is dead, by the lock that went with it."""
-        mine = self._lock
+        mine = self._line.lock
         # Whatever broke this connection may have broken theirs.
-        if mine is None or now - self._lock_broke_at < self._settings.ttl:
+        if mine is None or now - self._line.broke_at < self._settings.ttl:
             return []
         overdue = [
             session
@@ -537,7 +399,7 @@ class Heartbeat:
             return []
         try:
             released = await self._between_beats(
-                self._store.released_locks(overdue)
+                self._line.store.released_locks(overdue)
             )
         except Exception:
             logger.debug('Looking at locks failed.', exc_info=True)
@@ -570,84 +432,9 @@ class Heartbeat:
         except Exception:
             logger.exception('A listener of the heartbeat failed.')
 
-    @property
-    def _soon(self) -> float:
-        """Seconds within which a database that is well answers."""
-        return self._settings.heartbeat_interval / 2
-
-    async def _bounded(self, call: Coroutine[None, None, _T]) -> _T:
-        """Awaits a call, but gives up on one without an answer.
-
-        A driver may need seconds to clean up after a cancellation, or for
-        ever on a connection whose packets are dropped. The call and its store
-        are left to themselves.
-        """
-        store, task = self._store, asyncio.ensure_future(call)
-        await asyncio.wait({task}, timeout=self._settings.beat_timeout)
-        return self._result(task, store)
-
     async def _between_beats(self, call: Coroutine[None, None, _T]) -> _T:
-        """Does the same, and beats on while there is no answer."""
-        store, task = self._store, asyncio.ensure_future(call)
-        until = self._clock.monotonic() + self._settings.beat_timeout
-        while not task.done() and self._clock.monotonic() < until:
-            await asyncio.wait({task}, timeout=self._soon)
-            if not task.done():
-                await self._beat()
-        return self._result(task, store)
-
-    def _result(self, task: asyncio.Future[_T], store: LeaseStore) -> _T:
-        if task.done():
-            return task.result()
-        task.cancel()
-        self._abandon(task)
-        raise self._give_up(store, task)
-
-    def _give_up(
-        self, abandoned: LeaseStore, call: asyncio.Future[Any]
-    ) -> _GivenUpError:
-        """Goes on over a new connection."""
-        error = _GivenUpError(
-            f'The database gave no answer for {self._settings.beat_timeout:g} '
-            f's; the next try is on a new connection.'
-        )
-        if abandoned is not self._store:
-            return error
-        self._go_over_to(self._source.detached(), unanswered=call)
-        return error
-
-    def _go_over_to(
-        self, store: LeaseStore, *, unanswered: asyncio.Future[Any]
-    ) -> None:
-        old, self._store = self._store, store
-        if self._lock is None:
-            self._leave(old)
-        else:
-            # Closing it frees its lock, and others may see that before a beat
-            # tells them that there is none.
-            self._published.append((old, unanswered))
-        self._lose_lock()
-
-    def _leave(self, store: LeaseStore) -> None:
-        self._abandon(asyncio.ensure_future(self._close_store(store)))
-
-    def _abandon(self, task: asyncio.Future[Any]) -> None:
-        self._abandoned.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Future[Any]) -> None:
-        self._abandoned.discard(task)
-        if not task.cancelled():
-            task.exception()
-
-    async def _close_store(self, store: LeaseStore) -> None:
-        if store is self._source:
-            return
-        try:
-            async with asyncio.timeout(self._settings.beat_timeout):
-                await store.close()
-        except Exception:
-            logger.debug('Closing a connection failed.', exc_info=True)
+        """Asks the store, and beats on while it gives no answer."""
+        return await self._line.call(call, meanwhile=self._beat)
 
 
 _living: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
