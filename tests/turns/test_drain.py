@@ -96,11 +96,12 @@ async def test_a_drain_without_patience_hands_over(service: Service):
 async def test_an_agent_that_does_not_stop_does_not_hold_up_the_close(
     service: Service, caplog: pytest.LogCaptureFixture
 ):
-    release = asyncio.Event()
+    runs, release = asyncio.Event(), asyncio.Event()
 
     async def stubborn(desk: Desk) -> None:
         await desk.task()
         await desk.status(WORKING)
+        runs.set()
         await stubbornly(release)
 
     replica = await service.replica(
@@ -109,11 +110,8 @@ async def test_an_agent_that_does_not_stop_does_not_hold_up_the_close(
     running = asyncio.ensure_future(
         replica.handler.on_message_send(message(), call())
     )
-
-    async def runs():
-        return await service.leases.leases()
-
-    [lease] = await until(runs)
+    await runs.wait()
+    [lease] = await service.leases.leases()
     await replica.handler.drain(timeout=0)
     try:
         async with asyncio.timeout(20):
